@@ -1,8 +1,8 @@
 """Proposals of one round: drafted tokens together with the distribution q each was drawn from.
 
-Shapes: R requests, K slots, V target vocabulary, C candidates per slot. Ids are always ids of the TARGET vocabulary, also
-when the drafter has a reduced one. Nothing here synchronises with the device or depends on tensor values, so a round can
-be captured in a CUDA graph; `lists` is the one exception and says so. (methods.md section 6)
+Shapes: R requests, K slots, V target vocabulary, C candidates per slot. Ids are always ids of the TARGET vocabulary,
+also when the drafter has a reduced one. Nothing here synchronises with the device or depends on tensor values, so a
+round can be captured in a CUDA graph; `lists` is the one exception and says so. (methods.md section 6)
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ class Dense:
 class Sparse:
     """q over C candidates per slot, zero elsewhere; never expanded to [R, K, V].
 
-    `ids` [R, K, C] int64 target ids, PADDING where a slot has fewer candidates; `probs` [R, K, C] fp32. An id named twice
-    in a slot has the sum of both probabilities.
+    `ids` [R, K, C] int64 target ids, PADDING where a slot has fewer candidates; `probs` [R, K, C] fp32. An id named
+    twice in a slot has the sum of both probabilities.
     """
 
     ids: Tensor
@@ -123,7 +123,10 @@ class Proposals:
         return self.ids.shape[1]
 
     def cut(self, lengths: Tensor) -> Proposals:
-        """At most `lengths` [R] proposals per request; the block was still drafted with all its masks."""
+        """At most `lengths` [R] proposals per request; the block was still drafted with all its masks.
+
+        Lossless as long as `lengths` does not depend on the cut tokens themselves: a budget, a dynamic K.
+        """
         kept = torch.minimum(self.lengths, lengths.to(self.lengths)).clamp(min=0).masked_fill(self.dropped, 0)
         beyond = torch.arange(self.num_slots, device=self.ids.device) >= kept[:, None]
         return replace(self, ids=self.ids.masked_fill(beyond, PADDING), lengths=kept)
