@@ -1,0 +1,210 @@
+"""The reference drafter: a small block-diffusion model that reads the target's features (methods.md sections 2 to 4).
+
+One class serves DFlash, DFlash 2 and D-Loop backbones. Serving runs one block per row, each with its own context;
+training runs many blocks of one sequence over the same context with an explicit mask. Both go through ``hidden``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812 - the name everybody reads
+
+from dflash_plugins.config import DraftConfig
+from dflash_plugins.context import ContextKV
+from dflash_plugins.drafter_layers import BlockConv, DecoderLayer, RMSNorm, Rotary
+from dflash_plugins.errors import BadInput, Refused
+from dflash_plugins.findings import Finding, Severity
+from dflash_plugins.layout import layer_visibility, real_columns, serving_mask
+from dflash_plugins.selector import CandidateSelector
+
+INIT_STD = 0.02
+
+
+class Drafter(nn.Module):
+    """A drafter of any method, with the parameter names of the released checkpoints.
+
+    Shapes: R requests, B rows of a block, C context columns, H hidden size, Ht hidden size of the target, V vocabulary
+    of the target. It owns an embedding only when asked, and a head when asked or when ``draft_vocab_size`` is set;
+    otherwise ``bind`` lends it the target's, which are neither trained nor saved. Raises Refused for a description
+    that cannot be computed.
+    """
+
+    def __init__(self, config: DraftConfig, *, own_embedding: bool = False, own_head: bool | None = None) -> None:
+        super().__init__()
+        _require_computable(config)
+        self.config = config
+        hidden = config.hidden_size
+        self.fc = nn.Linear(len(config.target_layer_ids) * config.target_hidden_size, hidden, bias=False)
+        self.hidden_norm = RMSNorm(hidden, eps=config.rms_norm_eps)
+        self.layers = nn.ModuleList(DecoderLayer(config) for _ in range(config.num_layers))
+        self.norm = RMSNorm(hidden, eps=config.rms_norm_eps)
+        selector = config.selector
+        self.candidate_selector = CandidateSelector(hidden, config.vocab_size, selector) if selector else None
+        head = own_head if own_head is not None else config.draft_vocab_size is not None
+        rows = config.draft_vocab_size or config.vocab_size
+        self.embed_tokens = nn.Embedding(config.vocab_size, hidden) if own_embedding else None
+        self.lm_head = nn.Linear(hidden, rows, bias=False) if head else None
+        self.d2t: Tensor | None
+        self.shared_embedding: Tensor | None
+        self.shared_head: Tensor | None
+        self.register_buffer("d2t", torch.zeros(rows, dtype=torch.int64) if rows != config.vocab_size else None)
+        self.register_buffer("shared_embedding", None, persistent=False)
+        self.register_buffer("shared_head", None, persistent=False)
+        self._rotary = Rotary(config)
+        self.apply(_initialise)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the weights."""
+        return self.fc.weight.dtype
+
+    def _decoder_layers(self) -> Iterator[DecoderLayer]:
+        return (cast(DecoderLayer, layer) for layer in self.layers)
+
+    def bind(self, embedding: Tensor, lm_head: Tensor) -> None:
+        """Lend the target's ``embedding`` [V, H] and ``lm_head`` [V, H], frozen; own tensors of the checkpoint win.
+
+        Raises BadInput when a tensor that is needed does not fit.
+        """
+        if self.embed_tokens is None:
+            self.shared_embedding = self._lent("embedding", embedding)
+        if self.lm_head is None:
+            self.shared_head = self._lent("lm_head", lm_head)
+
+    def _lent(self, name: str, tensor: Tensor) -> Tensor:
+        hidden, mask = self.config.hidden_size, self.config.mask_token_id
+        if tensor.dim() != 2 or tensor.shape[1] != hidden:
+            raise BadInput(f"the target's {name} is {list(tensor.shape)}, the drafter needs [V, {hidden}]")
+        if name == "embedding" and mask >= tensor.shape[0]:
+            raise BadInput(f"mask_token_id {mask} is outside the target's embedding of {tensor.shape[0]} rows")
+        return tensor.detach().to(device=self.fc.weight.device, dtype=self.dtype)
+
+    def embed(self, input_ids: Tensor) -> Tensor:
+        """Scaled input embeddings [..., H] of int ``input_ids`` [...]; BadInput when nothing is bound or owned."""
+        table = self.shared_embedding if self.embed_tokens is None else self.embed_tokens.weight
+        if table is None:
+            raise BadInput("the drafter has no embedding of its own: bind the target's first")
+        return F.embedding(input_ids, table) * self.config.input_embedding_scale
+
+    def context_kv(self, features: Tensor, positions: Tensor, lengths: Tensor | None = None) -> ContextKV:
+        """Context K/V from ``features`` [R, C, taps * Ht] at int ``positions`` [R, C].
+
+        ``lengths`` int [R] says how many columns are real; all of them when it is None.
+        """
+        if lengths is None:
+            lengths = torch.full((features.shape[0],), features.shape[1], device=features.device)
+        states = self.hidden_norm(self.fc(features.to(self.dtype)))
+        angles = self._rotary(positions)
+        pairs = [layer.self_attn.key_value(states, angles) for layer in self._decoder_layers()]
+        return ContextKV(tuple(k for k, _ in pairs), tuple(v for _, v in pairs), positions.long(), lengths.long())
+
+    def empty_context(self, rows: int) -> ContextKV:
+        """A context of no columns for ``rows`` requests, on the drafter's device."""
+        width = self.fc.in_features
+        device = self.fc.weight.device
+        features = torch.zeros(rows, 0, width, dtype=self.dtype, device=device)
+        return self.context_kv(features, torch.zeros(rows, 0, dtype=torch.int64, device=device))
+
+    def hidden(
+        self,
+        input_ids: Tensor | None,
+        positions: Tensor,
+        context: ContextKV,
+        *,
+        embeds: Tensor | None = None,
+        mask: Tensor | None = None,
+        block: int | None = None,
+    ) -> Tensor:
+        """Hidden states after the final norm, [R, Q, H], of ``input_ids`` [R, Q] (or ``embeds`` [R, Q, H]).
+
+        Without ``mask`` every row is one block (Q = B) whose first position is the anchor's, and sees its real context
+        strictly before the anchor. With bool ``mask`` [R or 1, Q, C + Q], True where a query may look, Q may hold many
+        blocks of ``block`` rows each (``layout.training_mask``). Windows and causality of the layers, and the lengths
+        of the context, apply on top of either. Context rows of one sequence may be shared by R = 1.
+        """
+        x = self.embed(_given(input_ids)) if embeds is None else embeds
+        real = real_columns(context.lengths, context.num_columns)
+        allowed = serving_mask(positions, context.positions, context.lengths) if mask is None else mask
+        allowed = allowed & F.pad(real, (0, positions.shape[1]), value=True)[:, None, :]
+        masks = self._layer_masks(allowed, positions, context.positions)
+        angles = self._rotary(positions)
+        for index, layer in enumerate(self._decoder_layers()):
+            pair = (_without_padding(context.keys[index], real), _without_padding(context.values[index], real))
+            x = layer(x, angles, pair, masks[index], block or positions.shape[1])
+        normed: Tensor = self.norm(x)
+        return normed
+
+    def _layer_masks(self, allowed: Tensor, positions: Tensor, context_positions: Tensor) -> list[Tensor]:
+        key_positions = torch.cat([context_positions, positions], dim=1)
+        rules = list(zip(self.config.causal, self.config.windows, strict=True))
+        by_rule: dict[tuple[bool, int | None], Tensor] = {(False, None): allowed}
+        for causal, window in set(rules) - set(by_rule):
+            seen = layer_visibility(positions, key_positions, causal=causal, window=window)
+            by_rule[causal, window] = allowed & seen
+        return [by_rule[rule] for rule in rules]
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Logits [..., V_draft] of ``hidden`` [..., H]: own or lent head, then multiplier, then softcap."""
+        head = self.shared_head if self.lm_head is None else self.lm_head.weight
+        if head is None:
+            raise BadInput("the drafter has no head of its own: bind the target's first")
+        out = F.linear(hidden, head)
+        if self.config.output_multiplier != 1.0:
+            out = out * self.config.output_multiplier
+        cap = self.config.final_logit_softcapping
+        return out if cap is None else torch.tanh(out / cap) * cap
+
+    def target_ids(self, draft_ids: Tensor) -> Tensor:
+        """Ids of the target's vocabulary for ids of the head's rows: the same, or draft id + d2t[draft id]."""
+        return draft_ids if self.d2t is None else draft_ids + self.d2t[draft_ids]
+
+
+def _given(input_ids: Tensor | None) -> Tensor:
+    if input_ids is None:
+        raise BadInput("give input_ids or embeds")
+    return input_ids
+
+
+def _without_padding(columns: Tensor, real: Tensor) -> Tensor:
+    """Zero the padding, which may hold anything: a masked NaN would still reach the sum as 0 * NaN."""
+    return torch.where(real[:, :, None, None], columns, torch.zeros_like(columns))
+
+
+def _initialise(module: nn.Module) -> None:
+    # Parents come after their children: a convolution puts its projection back to "change nothing".
+    if isinstance(module, BlockConv):
+        module.pass_through()
+    elif isinstance(module, nn.Linear):
+        nn.init.normal_(module.weight, std=INIT_STD)
+        if module.bias is not None:
+            nn.init.zeros_(module.bias)
+    elif isinstance(module, nn.Embedding):
+        nn.init.normal_(module.weight, std=INIT_STD)
+
+
+def _require_computable(config: DraftConfig) -> None:
+    """Everything this module cannot compute, at once."""
+    layers, heads = config.num_layers, config.num_heads
+    checks = [
+        (config.hidden_act == "silu", "hidden_act", config.hidden_act, "only silu is computed", "use silu"),
+        (heads % config.num_kv_heads == 0, "num_kv_heads", config.num_kv_heads, f"does not divide {heads} heads", ""),
+        (len(config.causal) == layers, "causal", config.causal, f"is not one flag per layer of {layers}", ""),
+        (len(config.windows) == layers, "windows", config.windows, f"is not one window per layer of {layers}", ""),
+        (config.head_dim % 2 == 0, "head_dim", config.head_dim, "cannot be rotated in halves", "use an even head_dim"),
+    ]
+    group = config.conv.group_size if config.conv else 1
+    checks.append((config.hidden_size % group == 0, "conv_group_size", group, "does not divide hidden_size", ""))
+    wrong = [
+        Finding(
+            code="drafter-shape", severity=Severity.ERROR, key=key, value=value, message=message,
+            mend=mend or f"mend {key} in config.json",
+        )
+        for good, key, value, message, mend in checks
+        if not good
+    ]  # fmt: skip
+    if wrong:
+        raise Refused("the drafter's description", wrong)
