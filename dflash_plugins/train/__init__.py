@@ -1,0 +1,1 @@
+"""Training of drafters: prompts, answers and features of the target, the losses, the loop, the export."""

@@ -1,0 +1,34 @@
+"""Losses of the base drafter (methods.md section 5)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F  # noqa: N812 - the name everybody reads
+
+IGNORED = -1
+GAMMA_BY_BLOCK = {16: 7.0, 10: 5.0, 8: 4.0}
+
+
+def slot_weights(k: int, gamma: float) -> Tensor:
+    """w_k = exp(-(k - 1) / gamma) for slots 1..k, fp32 [k]: an early slot decides whether a later one counts."""
+    return torch.exp(-torch.arange(k, dtype=torch.float32) / gamma)
+
+
+def block_loss(
+    logits: Tensor, labels: Tensor, weights: Tensor, *, teacher: Tensor | None = None, soft_share: float = 0.0
+) -> Tensor:
+    """Weighted mean over slots of hard and soft cross-entropy, a scalar.
+
+    ``logits`` [N, K, V_draft]; ``labels`` int64 [N, K] in rows of the draft's head, ``IGNORED`` where the true token is
+    unknown or not in the head; ``weights`` fp32 [K]; ``teacher`` logits [N, K, V_draft] of the target over the same
+    rows. ``soft_share`` of the loss is the cross-entropy to the teacher's distribution, the rest that to the label.
+    """
+    log_q = F.log_softmax(logits.float(), dim=-1)
+    known = labels != IGNORED
+    picked = log_q.gather(-1, labels.clamp_min(0)[..., None])[..., 0]
+    per_slot = -picked * (1.0 - soft_share)
+    if teacher is not None and soft_share > 0.0:
+        per_slot = per_slot - (teacher.float().softmax(-1) * log_q).sum(-1) * soft_share
+    weight = weights.to(log_q.device) * known
+    return (per_slot * weight).sum() / weight.sum().clamp_min(1.0)
