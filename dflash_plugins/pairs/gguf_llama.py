@@ -39,7 +39,7 @@ _CONTROL_TOKEN_TYPE = 3
 
 
 def convert(gguf_path: Path, out_dir: Path, *, tick: Callable[[int, int], None] = lambda done, total: None) -> None:
-    """Writes ``config.json``, ``model.safetensors`` (bf16), tokenizer files and ``generation_config.json`` into ``out_dir``.
+    """Writes configuration, ``model.safetensors`` (bf16) and tokenizer in the Hugging Face layout into ``out_dir``.
 
     ``tick(done, total)`` is called once per tensor. Raises ``ValueError`` when the file is not a Llama GGUF.
     """
@@ -86,7 +86,7 @@ def _tensors(reader: GGUFReader, fields: dict[str, Any]) -> Iterator[tuple[str, 
 
 
 def deinterleave_rope_rows(weight: np.ndarray, num_heads: int) -> np.ndarray:
-    """Row order of llama.cpp (rotary pairs adjacent) to that of Hugging Face (halves). ``weight`` is [heads * head_dim, in]."""
+    """Rows of ``weight`` [heads * head_dim, in] from llama.cpp's order (rotary pairs adjacent) to halves."""
     rows, width = weight.shape
     half = rows // num_heads // 2
     return weight.reshape(num_heads, half, 2, width).swapaxes(1, 2).reshape(rows, width)
