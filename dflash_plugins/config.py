@@ -1,89 +1,31 @@
-"""One frozen description of a drafter, whatever layout its checkpoint was published in."""
+"""One frozen description of a drafter, whatever layout its checkpoint was published in.
 
-from __future__ import annotations
+Parts: ``config_models`` (the descriptions), ``config_places`` (where keys stand), ``config_read``, ``config_write``.
+"""
 
-import hashlib
-import json
-from collections.abc import Mapping
-from typing import Any, Literal
+from dflash_plugins.config_models import (
+    ConvConfig,
+    DraftConfig,
+    DraftReading,
+    LoopConfig,
+    MethodName,
+    SelectorConfig,
+    TargetConfig,
+)
+from dflash_plugins.config_read import OUR_ARCHITECTURES, read_draft_config, read_target_config
+from dflash_plugins.config_write import to_flat, to_nested
 
-from pydantic import BaseModel, ConfigDict, Field
-
-MethodName = Literal["dflash", "dflash2", "dloop"]
-
-
-class _Frozen(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class SelectorConfig(_Frozen):
-    """The candidate selector of DFlash 2: ``top_k`` candidates per slot, codebooks of width ``rank``."""
-
-    top_k: int = Field(gt=0)
-    rank: int = Field(gt=0)
-
-
-class ConvConfig(_Frozen):
-    """The dynamic convolutions of DFlash 2: taps per kernel, channels that share a predicted coefficient."""
-
-    kernel_size: int = Field(gt=0)
-    group_size: int = Field(gt=0)
-
-
-class LoopConfig(_Frozen):
-    """How D-Loop runs the drafter again.
-
-    ``refine`` uses ``prefix_lengths`` (0 < m1 < m2 < ... < K, in proposals); ``extend`` uses ``max_loops`` blocks and
-    ``gate``, the least sum of ln q of a block that lets another block be drafted.
-    """
-
-    mode: Literal["refine", "extend"]
-    prefix_lengths: tuple[int, ...] = ()
-    max_loops: int = Field(default=1, gt=0)
-    gate: float = 0.0
-
-
-class DraftConfig(_Frozen):
-    """A drafter as it was trained. Sizes count elements, ids count from 0, ``windows`` count tokens."""
-
-    method: MethodName
-    architecture: str
-    block_size: int = Field(gt=1)
-    mask_token_id: int = Field(ge=0)
-    target_layer_ids: tuple[int, ...] = Field(min_length=1)
-    num_layers: int = Field(gt=0)
-    hidden_size: int = Field(gt=0)
-    intermediate_size: int = Field(gt=0)
-    num_heads: int = Field(gt=0)
-    num_kv_heads: int = Field(gt=0)
-    head_dim: int = Field(gt=0)
-    rms_norm_eps: float = Field(gt=0)
-    rope_theta: float = Field(gt=0)
-    rope_scaling: Mapping[str, Any] | None = None
-    attention_bias: bool = False
-    hidden_act: str = "silu"
-    vocab_size: int = Field(gt=0)
-    draft_vocab_size: int | None = None
-    target_hidden_size: int = Field(gt=0)
-    num_target_layers: int | None = None
-    causal: tuple[bool, ...]
-    windows: tuple[int | None, ...]
-    input_embedding_scale: float = 1.0
-    output_multiplier: float = 1.0
-    final_logit_softcapping: float | None = None
-    selector: SelectorConfig | None = None
-    conv: ConvConfig | None = None
-    loop: LoopConfig | None = None
-    dtype: str | None = None
-    max_position_embeddings: int = Field(gt=0)
-
-    @property
-    def k(self) -> int:
-        """Proposals of a whole block: B - 1."""
-        return self.block_size - 1
-
-    @property
-    def fingerprint(self) -> str:
-        """``sha256:`` and the hex digest of the canonical JSON of every field."""
-        canonical = json.dumps(self.model_dump(mode="json"), sort_keys=True, separators=(",", ":"))
-        return "sha256:" + hashlib.sha256(canonical.encode()).hexdigest()
+__all__ = [
+    "OUR_ARCHITECTURES",
+    "ConvConfig",
+    "DraftConfig",
+    "DraftReading",
+    "LoopConfig",
+    "MethodName",
+    "SelectorConfig",
+    "TargetConfig",
+    "read_draft_config",
+    "read_target_config",
+    "to_flat",
+    "to_nested",
+]
