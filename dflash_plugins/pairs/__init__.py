@@ -7,14 +7,14 @@ prompts.py      the measuring prompts, fixed in the repository, and the guard th
 """
 
 from dflash_plugins.pairs.catalogue import DRAFTERS, TARGETS
-from dflash_plugins.pairs.fetch import fetch, listing, resolve
+from dflash_plugins.pairs.fetch import fetch_model, listing, resolve
 from dflash_plugins.pairs.prompts import Prompt, is_measuring_prompt, load_prompts
 
 __all__ = [
     "DRAFTERS",
     "TARGETS",
     "Prompt",
-    "fetch",
+    "fetch_model",
     "is_measuring_prompt",
     "listing",
     "load_prompts",

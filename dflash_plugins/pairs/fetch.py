@@ -42,11 +42,11 @@ def resolve(name_or_path: str, *, report: Report | None = None) -> Path:
     if path.is_dir():
         return path
     if name_or_path in TARGETS or name_or_path in DRAFTERS:
-        return fetch(name_or_path, report=report)
+        return fetch_model(name_or_path, report=report)
     raise BadInput(f"{name_or_path!r} is neither an existing folder nor an embedded model ({_known()})")
 
 
-def fetch(name: str, *, to: Path | None = None, report: Report | None = None) -> Path:
+def fetch_model(name: str, *, to: Path | None = None, report: Report | None = None) -> Path:
     """Makes an embedded model available and returns its folder; does nothing where it already is.
 
     ``to`` names the folder (default: in the cache for a target, in the installed package for a drafter). It appears

@@ -47,7 +47,7 @@ class Prompt(BaseModel):
 
 
 def load_prompts(name_or_path: str | Path) -> tuple[Prompt, ...]:
-    """An embedded set (``demo``, ``prove``), a JSONL file with a ``Prompt`` per line, or a text file of one-line prompts.
+    """An embedded set (``demo``, ``prove``), a JSONL file of ``Prompt`` records, or a text file of one-line prompts.
 
     ``id`` defaults to the line number, ``set`` to the file's stem. Raises ``BadInput`` naming every unusable line.
     """
@@ -109,7 +109,7 @@ def is_measuring_prompt(text: str) -> bool:
     """Whether ``text`` is, contains or quotes a measuring prompt.
 
     Case, punctuation and white space do not matter. True when all of it equals an item, or when any eight
-    words of it in a row occur in one: a false alarm costs one training sample, a miss would make every figure we publish worthless.
+    words of it in a row occur in one: a false alarm costs one training sample, a miss would make our figures worthless.
     """
     words = normalised_words(text)
     known = _measuring_hashes()
