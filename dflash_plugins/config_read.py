@@ -42,6 +42,7 @@ def _is_int(value: Any) -> bool:
 
 
 _INT = _Kind("an integer", _is_int)
+_SIZE = _Kind("a positive integer", lambda v: _is_int(v) and v > 0)
 _NUMBER = _Kind("a finite number", lambda v: (_is_int(v) or isinstance(v, float)) and math.isfinite(v))
 _BOOL = _Kind("true or false", lambda v: isinstance(v, bool))
 _STR = _Kind("a string", lambda v: isinstance(v, str))
@@ -50,23 +51,23 @@ _STRS = _Kind("a list of strings", lambda v: isinstance(v, list) and all(isinsta
 _MAP = _Kind("an object", lambda v: isinstance(v, dict))
 
 _REQUIRED = (
-    ("num_layers", "num_hidden_layers", _INT),
-    ("hidden_size", "hidden_size", _INT),
-    ("intermediate_size", "intermediate_size", _INT),
-    ("num_heads", "num_attention_heads", _INT),
-    ("num_kv_heads", "num_key_value_heads", _INT),
+    ("num_layers", "num_hidden_layers", _SIZE),
+    ("hidden_size", "hidden_size", _SIZE),
+    ("intermediate_size", "intermediate_size", _SIZE),
+    ("num_heads", "num_attention_heads", _SIZE),
+    ("num_kv_heads", "num_key_value_heads", _SIZE),
     ("rms_norm_eps", "rms_norm_eps", _NUMBER),
-    ("vocab_size", "vocab_size", _INT),
-    ("max_position_embeddings", "max_position_embeddings", _INT),
-    ("block_size", "block_size", _INT),
+    ("vocab_size", "vocab_size", _SIZE),
+    ("max_position_embeddings", "max_position_embeddings", _SIZE),
+    ("block_size", "block_size", _SIZE),
     ("mask_token_id", "mask_token_id", _INT),
     ("target_layer_ids", "target_layer_ids", _INTS),
 )
 _OPTIONAL = (
     ("attention_bias", _BOOL),
     ("hidden_act", _STR),
-    ("draft_vocab_size", _INT),
-    ("num_target_layers", _INT),
+    ("draft_vocab_size", _SIZE),
+    ("num_target_layers", _SIZE),
     ("input_embedding_scale", _NUMBER),
     ("output_multiplier", _NUMBER),
     ("final_logit_softcapping", _NUMBER),
@@ -164,7 +165,7 @@ def _read_sizes(r: _Reader) -> None:
         r.put(key, r.take(key, kind))
     if r.facts.get("final_logit_softcapping", 1.0) <= 0:
         del r.facts["final_logit_softcapping"]  # both engines read zero as "no cap"
-    r.put("target_hidden_size", r.take("target_hidden_size", _INT) or r.facts.get("hidden_size"))
+    r.put("target_hidden_size", r.take("target_hidden_size", _SIZE) or r.facts.get("hidden_size"))
     dtype = r.take("dtype", _STR)
     r.put("dtype", dtype and dtype.removeprefix("torch."))
 
@@ -188,7 +189,7 @@ def _missing(r: _Reader, key: str) -> None:
 
 
 def _read_head_dim(r: _Reader) -> None:
-    head_dim = r.take("head_dim", _INT)
+    head_dim = r.take("head_dim", _SIZE)
     hidden, heads = r.facts.get("hidden_size"), r.facts.get("num_heads")
     if head_dim is None and not r.present("head_dim") and hidden and heads:
         if hidden % heads == 0 and (hidden // heads == 128 or r.raw.get("model_type") != "qwen3"):
@@ -304,7 +305,7 @@ def _read_rope_scaling(r: _Reader, parameters: Mapping[str, Any]) -> None:
 
 def _read_attention(r: _Reader) -> None:
     layers = r.facts.get("num_layers")
-    if not layers or layers < 1:
+    if not layers:
         return
     sliding = _layer_kinds(r, layers)
     if sliding is None:
@@ -362,7 +363,9 @@ def _causality(r: _Reader, sliding: tuple[bool, ...]) -> tuple[bool, ...] | None
             "keep one of them",
         )
     chosen = explicit if explicit is not None else nested
+    r.origins.pop("causal", None)
     if chosen is not None:
+        r.origins["causal"] = r.path("causal" if explicit is None else "is_causal")
         return (chosen,) * len(sliding)
     if "speculators_model_type" in r.raw:
         return _speculators_causality(r, sliding)
@@ -516,7 +519,7 @@ def _foreign_architecture(r: _Reader, path: str, name: str) -> None:
 
 def _read_pair(r: _Reader, first: str, second: str, field: str, names: tuple[str, str]) -> None:
     """Two keys that only mean something together."""
-    a, b = r.take(first, _INT), r.take(second, _INT)
+    a, b = r.take(first, _SIZE), r.take(second, _SIZE)
     if (a is None) != (b is None):
         lone, lost = (first, second) if b is None else (second, first)
         r.error("config-missing", r.path(lost), None, f"is missing beside {r.path(lone)}", f"add {r.path(lost)}")
