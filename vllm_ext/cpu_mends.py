@@ -45,7 +45,7 @@ def expand_kernel(
     """Write ``input_val`` [R] into ``output`` [N] in place, request r repeated over its rows.
 
     ``cu_num_tokens`` [R] counts rows up to and including request r; N is its last entry. Values equal to
-    ``replace_from`` are written as ``replace_to``. ``MAX_NUM_TOKENS`` bounds a lane of the GPU kernel and is not needed.
+    ``replace_from`` are written as ``replace_to``. ``MAX_NUM_TOKENS`` bounds a lane of the GPU kernel: not needed.
     """
     counts = torch.diff(cu_num_tokens, prepend=cu_num_tokens.new_zeros(1))
     values = input_val.masked_fill(input_val == replace_from, replace_to)

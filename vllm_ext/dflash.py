@@ -9,20 +9,22 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
-from vllm.config import VllmConfig
+from vllm.config import ModelConfig, SpeculativeConfig, VllmConfig
 from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.models.qwen3_dflash import DFlashQwen3ForCausalLM, DFlashQwen3Model
 
 from dflash_plugins import __version__
-from dflash_plugins.config import DraftConfig, read_draft_config
+from dflash_plugins.checkpoint import Header, account
+from dflash_plugins.config import DraftConfig, TargetConfig, read_draft_config
 from dflash_plugins.errors import DFlashPluginsError, Refused
 from dflash_plugins.findings import Finding, Severity, errors
+from dflash_plugins.pair import k_findings, pair_findings, serving_dtype_findings
 from vllm_ext import cpu_mends
 from vllm_ext.hooks import AT_LOADING, drift
 from vllm_ext.plugin import DISABLE, read_switches
@@ -30,6 +32,10 @@ from vllm_ext.plugin import DISABLE, read_switches
 logger = logging.getLogger("vllm.dflash_plugins")
 
 _MARKED = (torch.float32, torch.float16, torch.bfloat16)
+_STORED = {
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
+    torch.int64: "I64", torch.int32: "I32", torch.uint8: "U8", torch.bool: "BOOL",
+}  # fmt: skip
 
 
 class DraftModel(DFlashQwen3Model):
@@ -65,12 +71,21 @@ class DFlashPluginsDraftModel(DFlashQwen3ForCausalLM):
         self.model_cls, context_k_norm = _choose_body()
         super().__init__(vllm_config=vllm_config, prefix=prefix)
         self.draft_config = draft_config
+        self.target = target_facts(vllm_config.model_config)
         self.context_k_norm = context_k_norm
-        self.num_proposals = vllm_config.speculative_config.num_speculative_tokens
+        self.num_proposals = _speculation(vllm_config).num_speculative_tokens
         self._apply_scales(draft_config)
+        self._refuse_other_causality()
+
+    def _refuse_other_causality(self) -> None:
+        built = tuple(self.get_draft_attn_causal())
+        if built != self.draft_config.causal:
+            message = f"vLLM builds {built} from the same config"
+            mend = "state dflash_config.causal in the drafter's config.json"
+            raise Refused("the drafter", [_error("causality", "causal", self.draft_config.causal, message, mend)])
 
     def _apply_scales(self, draft_config: DraftConfig) -> None:
-        self.model.input_embedding_scale = draft_config.input_embedding_scale
+        cast(DraftModel, self.model).input_embedding_scale = draft_config.input_embedding_scale
         multiplier, cap = draft_config.output_multiplier, draft_config.final_logit_softcapping
         if multiplier == 1.0 and cap is None:
             return
@@ -96,10 +111,15 @@ class DFlashPluginsDraftModel(DFlashQwen3ForCausalLM):
         self.non_finite_rows += dropped
         return logits
 
-    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:  # type: ignore[override]
         """Load the released layout. Raises Refused, before anything is copied, for a tensor missing or unclaimed."""
-        tensors = dict(weights)
-        refuse_tensors(self.draft_config, tensors)
+        stored = dict(weights)
+        accounting = account(self.draft_config, header_of(stored))
+        own = {"own_embedding": accounting.own_embedding}
+        _refuse(
+            "the drafter's checkpoint", [*accounting.findings, *pair_findings(self.draft_config, self.target, **own)]
+        )
+        tensors = {name: stored[kept] for name, kept in accounting.claimed.items()}
         mark_unwritten(self.named_parameters())
         super().load_weights(tensors.items())
         refuse_unwritten(self.named_parameters(), _shared(self, tensors))
@@ -135,7 +155,7 @@ def _refuse_drift() -> None:
     sentences = drift(AT_LOADING)
     if sentences:
         lines = "\n".join(f"  {sentence}" for sentence in sentences)
-        raise DFlashPluginsError(f"this vLLM is not as dflash-plugins knows it ({DISABLE}=1 serves without it):\n{lines}")
+        raise DFlashPluginsError(f"vLLM is not as dflash-plugins knows it ({DISABLE}=1 serves without it):\n{lines}")
 
 
 def _choose_body() -> tuple[type[DFlashQwen3Model], str]:
@@ -147,18 +167,21 @@ def _choose_body() -> tuple[type[DFlashQwen3Model], str]:
     return MendedDraftModel, "mended"
 
 
+def _speculation(vllm_config: VllmConfig) -> SpeculativeConfig:
+    speculation = vllm_config.speculative_config
+    if speculation is None:
+        raise DFlashPluginsError("a drafter is built although the engine's config has no speculative_config")
+    return speculation
+
+
 def _read_config(vllm_config: VllmConfig) -> DraftConfig:
     """The drafter's own config, refused with every reason; warnings are logged."""
-    draft = vllm_config.speculative_config.draft_model_config
+    draft = _speculation(vllm_config).draft_model_config
     reading = read_draft_config(_config_source(draft))
     found = list(reading.findings)
     if reading.config is not None:
-        found += pair_findings(reading.config, vllm_config)
-    if errors(found):
-        raise Refused(f"drafter {draft.model}", errors(found))
-    for finding in found:
-        if finding.severity is Severity.WARNING:
-            logger.warning("dflash-plugins: %s", finding)
+        found += served_findings(reading.config, vllm_config)
+    _refuse(f"drafter {draft.model}", found)
     return reading.require()
 
 
@@ -171,58 +194,54 @@ def _config_source(draft: Any) -> Any:
     return get_hf_file_to_dict("config.json", draft.model, draft.revision)
 
 
-def pair_findings(config: DraftConfig, vllm_config: VllmConfig) -> list[Finding]:
+def served_findings(config: DraftConfig, vllm_config: VllmConfig) -> list[Finding]:
     """What is wrong, or worth saying, about this drafter with this target in this engine, before weights load."""
-    target = vllm_config.model_config
-    hidden, vocab, layers = target.get_hidden_size(), target.get_vocab_size(), target.get_total_num_hidden_layers()
-    beyond = [layer for layer in config.target_layer_ids if layer >= layers]
-    checks = (
-        (
-            config.target_hidden_size != hidden,
-            _error("target-width", "target_hidden_size", config.target_hidden_size, f"the target's is {hidden}"),
-        ),
-        (
-            config.vocab_size != vocab,
-            _error("vocabulary", "vocab_size", config.vocab_size, f"the target's is {vocab}"),
-        ),
-        (
-            bool(beyond),
-            _error("target-layers", "target_layer_ids", beyond, f"the target has layers 0..{layers - 1} only"),
-        ),
-        (
-            config.mask_token_id >= vocab,
-            _error("mask-id", "mask_token_id", config.mask_token_id, f"the target embeds ids below {vocab} only"),
-        ),
-        (
-            len(set(config.causal)) > 1 or len(set(config.windows)) > 1,
-            _error("mixed-layers", "layer_types", list(config.windows), "vLLM's V1 runner serves one kind of layer"),
-        ),
+    served = str(vllm_config.model_config.dtype)
+    return [
+        *pair_findings(config, target_facts(vllm_config.model_config)),
+        *k_findings(config, _speculation(vllm_config).num_speculative_tokens),
+        *serving_dtype_findings(config.dtype, served),
+        *_layer_kind_findings(config, vllm_config.use_v2_model_runner),
+    ]
+
+
+def _layer_kind_findings(config: DraftConfig, use_v2_model_runner: bool) -> list[Finding]:
+    kinds = sorted(set(zip(config.causal, config.windows, strict=True)), key=str)
+    if len(kinds) == 1 or use_v2_model_runner:
+        return []
+    message = "vLLM's V1 runner serves drafters whose layers all have one window and one causality"
+    mend = "serve it on a platform with vLLM's V2 runner"
+    return [_error("mixed-layers", "layer_types", [list(kind) for kind in kinds], message, mend)]
+
+
+def target_facts(model_config: ModelConfig) -> TargetConfig:
+    """The target as the core describes it, from the engine's own reading."""
+    text = model_config.hf_text_config
+    return TargetConfig(
+        architecture=model_config.architecture,
+        num_layers=model_config.get_total_num_hidden_layers(),
+        hidden_size=model_config.get_hidden_size(),
+        vocab_size=model_config.get_vocab_size(),
+        rope_theta=(getattr(text, "rope_parameters", None) or {}).get("rope_theta"),
     )
-    found = [finding for is_wrong, finding in checks if is_wrong]
-    return found + _served_findings(config, vllm_config)
 
 
-def _served_findings(config: DraftConfig, vllm_config: VllmConfig) -> list[Finding]:
-    """How the drafter is served, where that differs from how it was trained."""
-    found = []
-    served = vllm_config.speculative_config.num_speculative_tokens
-    if served > config.k:
-        message = f"the drafter was trained for {config.k}; acceptance may collapse at every slot"
-        found.append(_warning("beyond-block", "num_speculative_tokens", served, message, f"use at most {config.k}"))
-    dtype = vllm_config.model_config.dtype
-    if dtype == torch.float16 and config.dtype == "bfloat16":
-        message = "the drafter is bfloat16; features above 65504 become infinite"
-        found.append(_warning("dtype", "dtype", "float16", message, "serve in bfloat16 or float32"))
-    return found
+def _refuse(subject: str, found: list[Finding]) -> None:
+    """Refused with every error, or else every warning logged."""
+    if errors(found):
+        raise Refused(subject, errors(found))
+    for finding in found:
+        if finding.severity is Severity.WARNING:
+            logger.warning("dflash-plugins: %s", finding)
 
 
-def _error(code: str, key: str, value: Any, message: str) -> Finding:
-    mend = "use a drafter trained for this target"
+def _error(code: str, key: str, value: Any, message: str, mend: str) -> Finding:
     return Finding(code=code, severity=Severity.ERROR, key=key, value=value, message=message, mend=mend)
 
 
-def _warning(code: str, key: str, value: Any, message: str, mend: str) -> Finding:
-    return Finding(code=code, severity=Severity.WARNING, key=key, value=value, message=message, mend=mend)
+def header_of(tensors: Mapping[str, torch.Tensor]) -> Header:
+    """What a safetensors header would say of ``tensors``: stored name to dtype and shape."""
+    return {name: (_STORED.get(t.dtype, str(t.dtype)), tuple(t.shape)) for name, t in tensors.items()}
 
 
 def mark_unwritten(parameters: Iterable[tuple[str, torch.nn.Parameter]]) -> None:
@@ -236,13 +255,12 @@ def refuse_unwritten(parameters: Iterable[tuple[str, torch.nn.Parameter]], share
     """Refuse parameters that still hold NaN after loading, except ``shared`` ones, which the target provides."""
     shared = set(shared)
     found = [
-        Finding(
-            code="F28",
-            severity=Severity.ERROR,
-            key=name,
-            value=list(parameter.shape),
-            message="holds NaN after loading: the loader did not write it, or the checkpoint holds NaN",
-            mend="export the drafter again in the released layout",
+        _error(
+            "parameter-unwritten",
+            name,
+            list(parameter.shape),
+            "holds NaN after loading: the loader did not write it, or the checkpoint holds NaN",
+            "export the drafter again in the released layout",
         )
         for name, parameter in parameters
         if name not in shared and parameter.dtype in _MARKED and bool(torch.isnan(parameter.data).any())

@@ -116,7 +116,13 @@ AT_LOADING = (
         "to apply input_embedding_scale",
         parameters=("self", "input_ids"),
     ),
-    Hook("vllm._custom_ops", "rms_norm", Use.CALLED, "to norm one layer", parameters=("out", "input", "weight", "epsilon")),
+    Hook(
+        "vllm._custom_ops",
+        "rms_norm",
+        Use.CALLED,
+        "to norm one layer",
+        parameters=("out", "input", "weight", "epsilon"),
+    ),
     Hook("vllm.distributed", "get_tensor_model_parallel_rank", Use.CALLED, "to log on one rank only"),
 )
 
@@ -156,7 +162,7 @@ def drift(hooks: Iterable[Hook]) -> list[str]:
     return [sentence for hook in hooks if (sentence := drift_of(hook)) is not None]
 
 
-class AlreadyPatched(DFlashPluginsError):
+class AlreadyPatchedError(DFlashPluginsError):
     """The same place was to be replaced a second time."""
 
 
@@ -180,17 +186,17 @@ class Patches:
         return tuple(patch.place for patch in self.done)
 
     def attribute(self, owner: Any, name: str, value: Any) -> None:
-        """Replace ``owner.name``; AlreadyPatched if this book has replaced it before."""
+        """Replace ``owner.name``; AlreadyPatchedError if this book has replaced it before."""
         place = f"{getattr(owner, '__name__', type(owner).__name__)}.{name}"
         self._patch(place, lambda: getattr(owner, name), lambda new: setattr(owner, name, new), value)
 
     def item(self, label: str, mapping: MutableMapping[str, Any], key: str, value: Any) -> None:
-        """Replace ``mapping[key]``, which must exist; AlreadyPatched as above."""
+        """Replace ``mapping[key]``, which must exist; AlreadyPatchedError as above."""
         self._patch(f"{label}[{key!r}]", lambda: mapping[key], lambda new: mapping.__setitem__(key, new), value)
 
     def _patch(self, place: str, get: Callable[[], Any], put: Callable[[Any], None], value: Any) -> None:
         if place in self.places:
-            raise AlreadyPatched(f"{place} has been replaced already; undo() first")
+            raise AlreadyPatchedError(f"{place} has been replaced already; undo() first")
         before = get()
         put(value)
         self.done.append(_Patch(place, get, put, before, value))

@@ -1,0 +1,237 @@
+"""Registration: quick, quiet, repeatable, never raising, all or nothing, and undone without a trace."""
+
+import json
+import logging
+import os
+import subprocess
+import sys
+import textwrap
+from types import ModuleType, SimpleNamespace
+
+import pytest
+
+from vllm_ext import hooks, plugin
+
+
+class Registry:
+    def __init__(self):
+        self.models = {plugin.ARCHITECTURE: "theirs", "LlamaForCausalLM": "llama"}
+
+    def register_model(self, model_arch, model_cls):
+        self.models[model_arch] = model_cls
+
+
+def _expand_kernel_impl(output, input_val, cu_num_tokens, replace_from, replace_to, MAX_NUM_TOKENS=None):  # noqa: N803
+    raise AssertionError("must not be called at registration")
+
+
+class CpuPlatform:
+    @classmethod
+    def register_triton_kernel_overrides(cls):
+        return sys.modules["vllm.utils.cpu_triton_utils"]._expand_kernel_impl
+
+
+@pytest.fixture
+def engine(monkeypatch):
+    """A vLLM of a few names, in the places where the table looks for them."""
+    parts = {
+        "vllm": {},
+        "vllm.platforms": {"current_platform": SimpleNamespace(is_cpu=lambda: True)},
+        "vllm.platforms.cpu": {"CpuPlatform": CpuPlatform},
+        "vllm.model_executor": {},
+        "vllm.model_executor.models": {},
+        "vllm.model_executor.models.registry": {"ModelRegistry": Registry()},
+        "vllm.utils": {},
+        "vllm.utils.cpu_triton_utils": {"_expand_kernel_impl": _expand_kernel_impl},
+    }
+    modules = {}
+    for name, names in parts.items():
+        modules[name] = ModuleType(name)
+        vars(modules[name]).update(names)
+        parent, _, child = name.rpartition(".")
+        if parent:
+            setattr(modules[parent], child, modules[name])
+        monkeypatch.setitem(sys.modules, name, modules[name])
+    for variable in (plugin.DISABLE, plugin.NO_CONTEXT_K_NORM, plugin.NO_EXPAND_KERNEL):
+        monkeypatch.delenv(variable, raising=False)
+    yield SimpleNamespace(
+        models=modules["vllm.model_executor.models.registry"].ModelRegistry.models,
+        kernels=modules["vllm.utils.cpu_triton_utils"],
+        modules=modules,
+    )
+    plugin.undo()
+
+
+def test_registers_two_names_once_and_undo_puts_them_back(engine):
+    plugin.register()
+    after = (dict(engine.models), engine.kernels._expand_kernel_impl)
+    assert engine.models == {plugin.ARCHITECTURE: plugin.DRAFTER_CLASS, "LlamaForCausalLM": "llama"}
+    assert engine.kernels._expand_kernel_impl is not _expand_kernel_impl
+    plugin.register()
+    assert (dict(engine.models), engine.kernels._expand_kernel_impl) == after
+    assert plugin.undo() == []
+    assert engine.models[plugin.ARCHITECTURE] == "theirs"
+    assert engine.kernels._expand_kernel_impl is _expand_kernel_impl
+
+
+def test_nothing_changes_on_other_platforms(engine):
+    engine.modules["vllm.platforms"].current_platform.is_cpu = lambda: False
+    plugin.register()
+    assert engine.models[plugin.ARCHITECTURE] == "theirs"
+    assert engine.kernels._expand_kernel_impl is _expand_kernel_impl
+
+
+@pytest.mark.parametrize("value", ["1", "true", " Yes "])
+def test_everything_can_be_switched_off(engine, monkeypatch, value):
+    monkeypatch.setenv(plugin.DISABLE, value)
+    plugin.register()
+    assert engine.models[plugin.ARCHITECTURE] == "theirs"
+    assert engine.kernels._expand_kernel_impl is _expand_kernel_impl
+
+
+def test_the_expand_kernel_alone_can_be_left(engine, monkeypatch, caplog):
+    monkeypatch.setenv(plugin.NO_EXPAND_KERNEL, "1")
+    plugin.register()
+    assert engine.models[plugin.ARCHITECTURE] == plugin.DRAFTER_CLASS
+    assert engine.kernels._expand_kernel_impl is _expand_kernel_impl
+    assert plugin.NO_EXPAND_KERNEL in caplog.text
+
+
+def test_the_context_k_norm_switch_is_read_but_not_acted_on_here(engine, monkeypatch):
+    monkeypatch.setenv(plugin.NO_CONTEXT_K_NORM, "1")
+    plugin.register()
+    assert plugin.read_switches(os.environ) == plugin.Switches(no_context_k_norm=True)
+    assert engine.models[plugin.ARCHITECTURE] == plugin.DRAFTER_CLASS
+
+
+def test_a_value_that_is_neither_is_refused_by_name_and_value(engine, monkeypatch, caplog):
+    monkeypatch.setenv(plugin.NO_EXPAND_KERNEL, "maybe")
+    monkeypatch.setenv(plugin.DISABLE, "2")
+    plugin.register()
+    assert engine.models[plugin.ARCHITECTURE] == "theirs"
+    assert engine.kernels._expand_kernel_impl is _expand_kernel_impl
+    assert "DFLASH_PLUGINS_NO_MEND_EXPAND_KERNEL='maybe'" in caplog.text
+    assert "DFLASH_PLUGINS_DISABLE='2'" in caplog.text
+
+
+def test_drift_is_one_sentence_each_and_nothing_is_registered(engine, caplog):
+    registry = engine.modules["vllm.model_executor.models.registry"].ModelRegistry
+    registry.register_model = lambda name, model_cls: None
+    del engine.modules["vllm.platforms"].current_platform.is_cpu
+    plugin.register()
+    assert engine.models[plugin.ARCHITECTURE] == "theirs"
+    assert engine.kernels._expand_kernel_impl is _expand_kernel_impl
+    (record,) = [r for r in caplog.records if r.levelno == logging.ERROR]
+    assert "current_platform.is_cpu is gone" in record.getMessage()
+    assert "takes ('name', 'model_cls') instead of ('model_arch', 'model_cls')" in record.getMessage()
+
+
+def test_a_kernel_that_moved_costs_only_its_own_mend(engine, caplog):
+    del engine.kernels._expand_kernel_impl
+    plugin.register()
+    assert engine.models[plugin.ARCHITECTURE] == plugin.DRAFTER_CLASS
+    assert "_expand_kernel_impl is gone" in caplog.text
+
+
+def test_an_engine_that_does_not_know_the_architecture_is_said(engine, caplog):
+    del engine.models[plugin.ARCHITECTURE]
+    plugin.register()
+    assert plugin.ARCHITECTURE not in engine.models
+    assert "does not serve DFlashDraftModel" in caplog.text
+
+
+def test_an_exception_undoes_what_was_done_and_does_not_leave(engine, monkeypatch, caplog):
+    monkeypatch.setattr(plugin, "_register_expand_kernel", lambda: 1 / 0)
+    plugin.register()
+    assert engine.models[plugin.ARCHITECTURE] == "theirs"
+    assert "nothing is registered" in caplog.text
+
+
+def test_no_engine_is_no_exception(monkeypatch, caplog):
+    for name in [name for name in sys.modules if name.partition(".")[0] == "vllm"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    plugin.register()
+    assert "vllm.platforms.current_platform.is_cpu is gone" in caplog.text
+
+
+class Place:
+    value = 1
+
+
+def test_patching_twice_is_refused_and_names_the_place():
+    patches = hooks.Patches()
+    patches.attribute(Place, "value", 2)
+    with pytest.raises(hooks.AlreadyPatchedError, match=r"Place\.value"):
+        patches.attribute(Place, "value", 3)
+    assert Place.value == 2
+    assert patches.undo() == []
+    assert Place.value == 1
+
+
+def test_undo_leaves_what_somebody_else_replaced_since_and_says_so():
+    patches = hooks.Patches()
+    table = {"a": 1, "b": 1}
+    patches.item("table", table, "a", 2)
+    patches.item("table", table, "b", 2)
+    table["b"] = 3
+    assert patches.undo() == ["table['b'] was replaced again by somebody else and is left as it is"]
+    assert table == {"a": 1, "b": 3}
+    assert patches.places == ()
+
+
+def test_drift_names_what_a_function_no_longer_uses():
+    hook = hooks.Hook(
+        __name__, "CpuPlatform.register_triton_kernel_overrides", hooks.Use.READ, "for a test", (), ("gone",)
+    )
+    assert hooks.drift([hook]) == [f"{hook.name} no longer uses gone; it is read for a test"]
+
+
+@pytest.mark.engine
+def test_the_installed_vllm_is_as_every_row_says():
+    pytest.importorskip("vllm")
+    table = (*hooks.AT_REGISTRATION, hooks.EXPAND_KERNEL, hooks.EXPAND_KERNEL_TAKEN, *hooks.AT_LOADING)
+    assert hooks.drift(table) == []
+
+
+REAL = """
+import json, sys, time
+import vllm.engine.arg_utils, vllm.model_executor.models.registry
+from vllm_ext import plugin
+before = set(sys.modules)
+start = time.perf_counter()
+plugin.register()
+seconds = time.perf_counter() - start
+plugin.register()
+new = set(sys.modules) - before
+from vllm import ModelRegistry
+from vllm.utils import cpu_triton_utils
+import torch
+facts = {
+    "seconds": seconds,
+    "worker": [name for name in sys.modules if name.startswith(("vllm.v1.worker", "vllm.model_executor.models.qwen3"))],
+    "kernels": [name for name in new if "_C" in name],
+    "cuda": torch.cuda.is_initialized(),
+    "model": str(ModelRegistry.models[plugin.ARCHITECTURE]),
+    "places": plugin._patches.places,
+    "left": plugin.undo(),
+    "model_after": str(ModelRegistry.models[plugin.ARCHITECTURE]),
+}
+print("FACTS" + json.dumps(facts))
+"""
+
+
+@pytest.mark.engine
+@pytest.mark.slow
+def test_real_registration_is_quick_and_imports_no_worker():
+    pytest.importorskip("vllm")
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(REAL)], capture_output=True, text=True, check=True)
+    facts = json.loads(done.stdout.partition("FACTS")[2])
+    assert facts["seconds"] < 0.05
+    assert facts["worker"] == []
+    assert facts["kernels"] == []
+    assert facts["cuda"] is False
+    assert "vllm_ext.dflash" in facts["model"]
+    assert len(facts["places"]) == 2
+    assert facts["left"] == []
+    assert "qwen3_dflash" in facts["model_after"]
