@@ -251,4 +251,5 @@ def test_3000_random_steps() -> None:
         ),
     )
     assert sum(steps.values()) - before >= 3000
-    assert all(steps[name] for name in ("admit", "draft", "commit", "rollback", "preempt", "abort", "out of order"))
+    assert steps["verify"] > 500, "most lives should get to their rounds"
+    assert all(steps[name] for name in ("rollback", "preempt", "skip", "abort", "finish", "out of order"))
