@@ -6,36 +6,43 @@ training runs many blocks of one sequence over the same context with an explicit
 
 from __future__ import annotations
 
+import json
+import tempfile
+import warnings
 from collections.abc import Iterator
+from pathlib import Path
 from typing import cast
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812 - the name everybody reads
 
-from dflash_plugins.config import DraftConfig
+from dflash_plugins.check import inspect_pair
+from dflash_plugins.checkpoint import account, load_tensors, read_header
+from dflash_plugins.config import DraftConfig, to_nested
 from dflash_plugins.context import ContextKV
-from dflash_plugins.drafter_layers import BlockConv, DecoderLayer, RMSNorm, Rotary
-from dflash_plugins.errors import BadInput, Refused
-from dflash_plugins.findings import Finding, Severity
+from dflash_plugins.drafter_layers import DecoderLayer, RMSNorm, Rotary, initialise, require_computable
+from dflash_plugins.errors import BadInput
+from dflash_plugins.findings import Severity
 from dflash_plugins.layout import layer_visibility, real_columns, serving_mask
 from dflash_plugins.selector import CandidateSelector
-
-INIT_STD = 0.02
 
 
 class Drafter(nn.Module):
     """A drafter of any method, with the parameter names of the released checkpoints.
 
     Shapes: R requests, B rows of a block, C context columns, H hidden size, Ht hidden size of the target, V vocabulary
-    of the target. It owns an embedding only when asked, and a head when asked or when ``draft_vocab_size`` is set;
-    otherwise ``bind`` lends it the target's, which are neither trained nor saved. Raises Refused for a description
-    that cannot be computed.
+    of the target. It owns an embedding only when asked; a head and the id map ``d2t`` when asked or when the head is
+    reduced. Otherwise ``bind`` lends it the target's, which are neither trained nor saved. Raises Refused for a
+    description that cannot be computed.
     """
 
-    def __init__(self, config: DraftConfig, *, own_embedding: bool = False, own_head: bool | None = None) -> None:
+    def __init__(
+        self, config: DraftConfig, *, own_embedding: bool = False, own_head: bool = False, own_map: bool = False
+    ) -> None:
         super().__init__()
-        _require_computable(config)
+        require_computable(config)
         self.config = config
         hidden = config.hidden_size
         self.fc = nn.Linear(len(config.target_layer_ids) * config.target_hidden_size, hidden, bias=False)
@@ -44,18 +51,18 @@ class Drafter(nn.Module):
         self.norm = RMSNorm(hidden, eps=config.rms_norm_eps)
         selector = config.selector
         self.candidate_selector = CandidateSelector(hidden, config.vocab_size, selector) if selector else None
-        head = own_head if own_head is not None else config.draft_vocab_size is not None
         rows = config.draft_vocab_size or config.vocab_size
+        reduced = rows != config.vocab_size
         self.embed_tokens = nn.Embedding(config.vocab_size, hidden) if own_embedding else None
-        self.lm_head = nn.Linear(hidden, rows, bias=False) if head else None
+        self.lm_head = nn.Linear(hidden, rows, bias=False) if own_head or reduced else None
         self.d2t: Tensor | None
         self.shared_embedding: Tensor | None
         self.shared_head: Tensor | None
-        self.register_buffer("d2t", torch.zeros(rows, dtype=torch.int64) if rows != config.vocab_size else None)
+        self.register_buffer("d2t", torch.zeros(rows, dtype=torch.int64) if own_map or reduced else None)
         self.register_buffer("shared_embedding", None, persistent=False)
         self.register_buffer("shared_head", None, persistent=False)
         self._rotary = Rotary(config)
-        self.apply(_initialise)
+        self.apply(initialise)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -174,37 +181,58 @@ def _without_padding(columns: Tensor, real: Tensor) -> Tensor:
     return torch.where(real[:, :, None, None], columns, torch.zeros_like(columns))
 
 
-def _initialise(module: nn.Module) -> None:
-    # Parents come after their children: a convolution puts its projection back to "change nothing".
-    if isinstance(module, BlockConv):
-        module.pass_through()
-    elif isinstance(module, nn.Linear):
-        nn.init.normal_(module.weight, std=INIT_STD)
-        if module.bias is not None:
-            nn.init.zeros_(module.bias)
-    elif isinstance(module, nn.Embedding):
-        nn.init.normal_(module.weight, std=INIT_STD)
+def load_drafter(path: Path | str, *, dtype: torch.dtype | None = None) -> Drafter:
+    """The drafter of a checkpoint directory in any published layout, on the CPU, in eval mode.
 
-
-def _require_computable(config: DraftConfig) -> None:
-    """Everything this module cannot compute, at once."""
-    layers, heads = config.num_layers, config.num_heads
-    checks = [
-        (config.hidden_act == "silu", "hidden_act", config.hidden_act, "only silu is computed", "use silu"),
-        (heads % config.num_kv_heads == 0, "num_kv_heads", config.num_kv_heads, f"does not divide {heads} heads", ""),
-        (len(config.causal) == layers, "causal", config.causal, f"is not one flag per layer of {layers}", ""),
-        (len(config.windows) == layers, "windows", config.windows, f"is not one window per layer of {layers}", ""),
-        (config.head_dim % 2 == 0, "head_dim", config.head_dim, "cannot be rotated in halves", "use an even head_dim"),
-    ]
-    group = config.conv.group_size if config.conv else 1
-    checks.append((config.hidden_size % group == 0, "conv_group_size", group, "does not divide hidden_size", ""))
-    wrong = [
-        Finding(
-            code="drafter-shape", severity=Severity.ERROR, key=key, value=value, message=message,
-            mend=mend or f"mend {key} in config.json",
+    ``dtype`` None keeps the dtype the weights are stored in. Every stored tensor is claimed and every parameter
+    written; otherwise Refused with all reasons. BadInput for files that cannot be read. Warnings are given once.
+    """
+    report = inspect_pair(path)
+    config = report.require()
+    for finding in report.findings:
+        if finding.severity is Severity.WARNING:
+            warnings.warn(str(finding), stacklevel=2)
+    directory = Path(path).parent if Path(path).is_file() else Path(path)
+    accounting = account(config, read_header(directory), subject=report.subject)
+    tensors = load_tensors(directory, accounting)
+    tensors.pop("t2d", None)
+    if "d2t" in tensors:
+        tensors["d2t"] = tensors["d2t"].long()
+    with torch.device("meta"):
+        drafter = Drafter(
+            config,
+            own_embedding=accounting.own_embedding,
+            own_head=accounting.own_head,
+            own_map="d2t" in tensors,
         )
-        for good, key, value, message, mend in checks
-        if not good
-    ]  # fmt: skip
-    if wrong:
-        raise Refused("the drafter's description", wrong)
+    # Strict: a parameter without a tensor or a tensor without a parameter is an error even if the accounting erred.
+    drafter.load_state_dict(tensors, strict=True, assign=True)
+    return drafter.to(dtype or getattr(torch, str(accounting.dtype))).eval()
+
+
+def save_drafter(
+    drafter: Drafter, path: Path | str, *, dtype: torch.dtype = torch.bfloat16, overwrite: bool = False
+) -> Path:
+    """Write config.json and model.safetensors in the released layout that the engines load. Returns ``path``.
+
+    Lent tensors are not written. The directory appears whole or not at all; one that exists already is replaced with
+    ``overwrite`` and is BadInput without.
+    """
+    path = Path(path)
+    if path.exists() and not overwrite:
+        raise BadInput(f"{path} exists already; remove it or choose another directory")
+    config = drafter.config.model_copy(update={"dtype": str(dtype).removeprefix("torch.")})
+    tensors = {
+        name: tensor.detach().to("cpu", dtype if tensor.is_floating_point() else tensor.dtype).contiguous()
+        for name, tensor in drafter.state_dict().items()
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}-") as workshop:
+        new = Path(workshop) / "new"
+        new.mkdir()
+        (new / "config.json").write_text(json.dumps(to_nested(config), indent=2) + "\n", encoding="utf-8")
+        save_file(tensors, new / "model.safetensors", metadata={"format": "pt"})
+        if path.exists():
+            path.rename(Path(workshop) / "old")
+        new.rename(path)
+    return path

@@ -7,6 +7,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812 - the name everybody reads
 
 from dflash_plugins.config import ConvConfig, DraftConfig
+from dflash_plugins.errors import Refused
+from dflash_plugins.findings import Finding, Severity
+
+INIT_STD = 0.02
 
 
 class Rotary:
@@ -29,7 +33,7 @@ def _inverse_frequencies(config: DraftConfig) -> tuple[Tensor, float]:
     scaling = dict(config.rope_scaling or {})
     kind = scaling.get("rope_type", scaling.get("type", "default"))
     if kind == "default":
-        exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
+        exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32, device="cpu") / config.head_dim
         return 1.0 / config.rope_theta**exponents, 1.0
     # The scaled variants are the target library's own; the core does without it until a drafter asks for one.
     from transformers import Qwen3Config
@@ -195,3 +199,36 @@ class DecoderLayer(nn.Module):
         kernels = self.mlp_conv.kernels(normed)
         inner = self.mlp(self.mlp_conv.convolve(normed, kernels, 0, block))
         return x + self.mlp_conv.convolve(inner, kernels, 1, block)
+
+
+def initialise(module: nn.Module) -> None:
+    """Fresh weights of one module, for ``nn.Module.apply``: children come first, so a convolution has the last word."""
+    if isinstance(module, BlockConv):
+        module.pass_through()
+    elif isinstance(module, nn.Linear):
+        nn.init.normal_(module.weight, std=INIT_STD)
+        if module.bias is not None:
+            nn.init.zeros_(module.bias)
+    elif isinstance(module, nn.Embedding):
+        nn.init.normal_(module.weight, std=INIT_STD)
+
+
+def require_computable(config: DraftConfig) -> None:
+    """Refused with everything in a description that these layers cannot compute."""
+    layers, heads, group = config.num_layers, config.num_heads, config.conv.group_size if config.conv else 1
+    checks = (
+        (config.hidden_act == "silu", "hidden_act", config.hidden_act, "only silu is computed"),
+        (heads % config.num_kv_heads == 0, "num_kv_heads", config.num_kv_heads, f"does not divide {heads} heads"),
+        (len(config.causal) == layers, "causal", config.causal, f"is not one flag per layer of {layers}"),
+        (len(config.windows) == layers, "windows", config.windows, f"is not one window per layer of {layers}"),
+        (config.head_dim % 2 == 0, "head_dim", config.head_dim, "is odd, so it has no two halves to rotate"),
+        (config.hidden_size % group == 0, "conv_group_size", group, f"does not divide {config.hidden_size} channels"),
+    )
+    wrong = [_unusable(key, value, message) for good, key, value, message in checks if not good]
+    if wrong:
+        raise Refused("the drafter's description", wrong)
+
+
+def _unusable(key: str, value: object, message: str) -> Finding:
+    mend = f"mend {key} in the drafter's config.json"
+    return Finding(code="drafter-shape", severity=Severity.ERROR, key=key, value=value, message=message, mend=mend)

@@ -1,6 +1,6 @@
 """Plain-loop oracle of one drafted block, in float64. Imports nothing from the package and shares no code with it.
 
-It does one request at a time, with lists of positions instead of masks and one sum per output, so each rule can be read.
+It does one request at a time, with lists of positions instead of masks, so each rule can be read.
 """
 
 from __future__ import annotations
@@ -114,7 +114,9 @@ class OracleDrafter:
     def key_value(self, layer: int, x: Array, position: int) -> tuple[list[Array], list[Array]]:
         name = f"layers.{layer}.self_attn"
         norm = self.weights[f"{name}.k_norm.weight"]
-        keys = [rope(rms(h, norm, self.eps), position, self.theta) for h in self.heads(self.linear(f"{name}.k_proj", x))]
+        keys = [
+            rope(rms(h, norm, self.eps), position, self.theta) for h in self.heads(self.linear(f"{name}.k_proj", x))
+        ]
         return keys, self.heads(self.linear(f"{name}.v_proj", x))
 
     def attention(self, layer: int, rows: list[Array], positions: list[int], context: list[Array]) -> list[Array]:
@@ -152,7 +154,7 @@ class OracleDrafter:
         return convolve(inner(before), base[1], [d[1] for d in deltas], group)
 
     def hidden(self, ids: list[int], anchor_position: int, features: Array) -> list[Array]:
-        """Final-norm rows of one block; ``features`` [>= anchor_position, taps * Ht], only earlier ones are looked at."""
+        """Final-norm rows of one block; only ``features`` before the anchor are looked at."""
         norm = self.weights["hidden_norm.weight"]
         context = [rms(self.linear("fc", np.float64(f)), norm, self.eps) for f in features[:anchor_position]]
         positions = [anchor_position + i for i in range(len(ids))]

@@ -1,5 +1,4 @@
 import numpy as np
-import oracle
 import pytest
 import tiny
 import torch
@@ -35,29 +34,14 @@ VARIANTS = {
 }
 
 
-def an_oracle(raw, causal=(False, False), windows=(None, None), weights=None):
-    weights = tiny.tensors(raw) if weights is None else weights
-    arrays = {name: value.numpy() for name, value in weights.items()}
-    embedding, head = (tensor.numpy() for tensor in tiny.shared(raw))
-    return oracle.OracleDrafter(raw, arrays, embedding, head, list(causal), list(windows))
-
-
-def some_features(raw, rows, columns, seed=3):
-    width = len(raw["dflash_config"]["target_layer_ids"]) * raw.get("target_hidden_size", raw["hidden_size"])
-    return torch.randn(rows, columns, width, generator=torch.Generator().manual_seed(seed))
-
-
-def columns_of(features):
-    return torch.arange(features.shape[1]).expand(features.shape[0], -1)
-
-
 @pytest.mark.parametrize("name", VARIANTS)
 def test_hidden_states_and_logits_equal_plain_loops(name):
     raw, causal, windows = VARIANTS[name]
-    drafter, plain = tiny.drafter(raw), an_oracle(raw, causal, windows)
-    features = some_features(raw, 1, 7)
+    drafter, plain = tiny.drafter(raw), tiny.plain(raw, causal, windows)
+    features = tiny.features(raw, 1, 7)
     ids = block_input_ids(torch.tensor([5]), 39, 4)
-    hidden = drafter.hidden(ids, block_positions(torch.tensor([7]), 4), drafter.context_kv(features, columns_of(features)))
+    context = drafter.context_kv(features, tiny.columns(features))
+    hidden = drafter.hidden(ids, block_positions(torch.tensor([7]), 4), context)
     expected = plain.hidden(ids[0].tolist(), 7, features[0].numpy())
     np.testing.assert_allclose(hidden[0].numpy(), np.stack(expected), **CLOSE)
     logits = np.stack([plain.logits(row) for row in expected])
@@ -68,7 +52,7 @@ def test_a_block_without_context_is_the_first_block_of_a_text():
     raw = tiny.smallest()
     drafter, ids = tiny.drafter(raw), torch.tensor([[5, 39, 39]])
     hidden = drafter.hidden(ids, torch.arange(3)[None], drafter.empty_context(1))
-    expected = an_oracle(raw).hidden([5, 39, 39], 0, np.zeros((0, 32)))
+    expected = tiny.plain(raw).hidden([5, 39, 39], 0, np.zeros((0, 32)))
     np.testing.assert_allclose(hidden[0].numpy(), np.stack(expected), **CLOSE)
 
 
@@ -76,16 +60,16 @@ def test_a_block_without_context_is_the_first_block_of_a_text():
 def test_batched_rows_equal_single_rows_and_padding_is_never_read(method):
     """F41, F49: rows of other lengths beside it change nothing, and NaN in padded columns reaches nobody."""
     drafter = tiny.drafter(tiny.smallest(method))
-    features = some_features(drafter.config.model_dump() and tiny.smallest(method), 3, 9)
+    features = tiny.features(tiny.smallest(method), 3, 9)
     lengths = torch.tensor([9, 1, 4])
     for row, length in enumerate(lengths.tolist()):
         features[row, length:] = torch.nan
-    context = drafter.context_kv(features, columns_of(features), lengths)
+    context = drafter.context_kv(features, tiny.columns(features), lengths)
     ids = block_input_ids(torch.tensor([5, 6, 7]), 39, 4)
     together = drafter.hidden(ids, block_positions(lengths, 4), context)
     for row, length in enumerate(lengths.tolist()):
         alone_features = features[row : row + 1, :length]
-        alone_context = drafter.context_kv(alone_features, columns_of(alone_features))
+        alone_context = drafter.context_kv(alone_features, tiny.columns(alone_features))
         alone = drafter.hidden(ids[row : row + 1], block_positions(lengths[row : row + 1], 4), alone_context)
         torch.testing.assert_close(together[row : row + 1], alone, rtol=0, atol=1e-5)
 
@@ -94,18 +78,22 @@ def test_batched_rows_equal_single_rows_and_padding_is_never_read(method):
 def test_blocks_of_one_sequence_equal_the_served_ones(method):
     """Training computes each block as serving does, and the features of its own answer (NaN here) do not reach it."""
     raw = tiny.smallest(method)
-    drafter, features, anchors = tiny.drafter(raw), some_features(raw, 1, 9), torch.tensor([2, 5, 6])
-    context = drafter.context_kv(features, columns_of(features))
+    drafter, features, anchors = tiny.drafter(raw), tiny.features(raw, 1, 9), torch.tensor([2, 5, 6])
+    context = drafter.context_kv(features, tiny.columns(features))
     ids = block_input_ids(torch.tensor([5, 6, 7]), 39, 4)
     flat = drafter.hidden(
-        ids.flatten()[None], training_positions(anchors, 5)[None], context, mask=training_mask(anchors, 9, 5)[None], block=5
+        ids.flatten()[None],
+        training_positions(anchors, 5)[None],
+        context,
+        mask=training_mask(anchors, 9, 5)[None],
+        block=5,
     )
     for index, anchor in enumerate(anchors.tolist()):
         known = features[:, :anchor]
         served = drafter.hidden(
             ids[index : index + 1],
             block_positions(anchors[index : index + 1], 4),
-            drafter.context_kv(known, columns_of(known)),
+            drafter.context_kv(known, tiny.columns(known)),
         )
         torch.testing.assert_close(flat[:, index * 5 : index * 5 + 5], served, rtol=0, atol=1e-5)
 
@@ -113,10 +101,11 @@ def test_blocks_of_one_sequence_equal_the_served_ones(method):
 def test_gradients_reach_every_parameter():
     raw = tiny.smallest("dflash2")
     drafter = tiny.drafter(raw).requires_grad_(True)
-    features = some_features(raw, 1, 6)
-    context = drafter.context_kv(features, columns_of(features))
+    features = tiny.features(raw, 1, 6)
+    context = drafter.context_kv(features, tiny.columns(features))
     hidden = drafter.hidden(block_input_ids(torch.tensor([5]), 39, 4), block_positions(torch.tensor([6]), 4), context)
-    scores = drafter.candidate_selector.scores(hidden, torch.tensor([[1]]).expand(1, 5), torch.zeros(1, 5, 3).long(), 0 * hidden[..., :3])
+    selector, five = drafter.candidate_selector, torch.arange(5)[None]
+    scores = selector.scores(hidden, five, five[..., None].expand(-1, -1, 3), hidden[..., :3])
     (drafter.logits(hidden).square().sum() + scores.square().sum()).backward()
     assert [name for name, p in drafter.named_parameters() if p.grad is None or not p.grad.abs().sum() > 0] == []
 
@@ -129,9 +118,10 @@ def test_fresh_convolutions_change_nothing():
     backbone = Drafter(fresh.config.model_copy(update={"conv": None, "selector": None})).eval()
     backbone.bind(*tiny.shared(raw))
     backbone.load_state_dict({n: t for n, t in fresh.state_dict().items() if n in backbone.state_dict()})
-    features, ids = some_features(raw, 1, 6), torch.tensor([[5, 39, 39]])
+    features, ids = tiny.features(raw, 1, 6), torch.tensor([[5, 39, 39]])
     one, two = (
-        d.hidden(ids, torch.arange(6, 9)[None], d.context_kv(features, columns_of(features))) for d in (fresh, backbone)
+        d.hidden(ids, torch.arange(6, 9)[None], d.context_kv(features, tiny.columns(features)))
+        for d in (fresh, backbone)
     )
     torch.testing.assert_close(one, two)
 
@@ -139,7 +129,7 @@ def test_fresh_convolutions_change_nothing():
 def test_low_precision_keeps_rotary_angles_exact():
     """bf16 frequencies would turn position 300 by whole radians; bf16 weights alone move results by about 1 %."""
     raw = tiny.smallest(max_position_embeddings=4096)
-    features, ids = some_features(raw, 1, 6), torch.tensor([[5, 39, 39]])
+    features, ids = tiny.features(raw, 1, 6), torch.tensor([[5, 39, 39]])
     where = torch.arange(300, 306)[None]
     results = []
     for dtype in (torch.float32, torch.bfloat16):
@@ -202,8 +192,8 @@ def test_a_scaled_rope_turns_slower():
 
 def test_context_is_appended_cropped_and_stacked_by_real_lengths():
     raw = tiny.smallest()
-    drafter, features = tiny.drafter(raw), some_features(raw, 1, 6)
-    whole = drafter.context_kv(features, columns_of(features))
+    drafter, features = tiny.drafter(raw), tiny.features(raw, 1, 6)
+    whole = drafter.context_kv(features, tiny.columns(features))
     first = drafter.context_kv(features[:, :2], torch.tensor([[0, 1]]))
     rest = drafter.context_kv(features[:, 2:], torch.tensor([[2, 3, 4, 5]]))
     joined = first.append(rest)

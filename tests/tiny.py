@@ -9,6 +9,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import oracle
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
@@ -173,3 +174,23 @@ def drafter(raw: dict[str, Any], weights: dict[str, Tensor] | None = None, *, le
     if lent:
         built.bind(*shared(raw))
     return built.eval().requires_grad_(False)
+
+
+def plain(
+    raw: dict[str, Any], causal: Any = (False, False), windows: Any = (None, None), weights: Any = None
+) -> oracle.OracleDrafter:
+    """The oracle with the weights and lent tensors of ``drafter(raw)``; the caller says causality and windows."""
+    arrays = {name: value.numpy() for name, value in (weights or tensors(raw)).items()}
+    embedding, head = (tensor.numpy() for tensor in shared(raw))
+    return oracle.OracleDrafter(raw, arrays, embedding, head, list(causal), list(windows))
+
+
+def features(raw: dict[str, Any], rows: int, columns: int, seed: int = 3) -> Tensor:
+    """Random target features [rows, columns, taps * Ht]."""
+    width = len(raw["dflash_config"]["target_layer_ids"]) * raw.get("target_hidden_size", raw["hidden_size"])
+    return torch.randn(rows, columns, width, generator=torch.Generator().manual_seed(seed))
+
+
+def columns(features: Tensor) -> Tensor:
+    """Positions 0..C-1 of every row of ``features``: int64 [R, C]."""
+    return torch.arange(features.shape[1]).expand(features.shape[0], -1)

@@ -7,35 +7,34 @@ from __future__ import annotations
 
 import warnings
 from functools import cache
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
+from dflash_plugins.config import LoopConfig
 from dflash_plugins.context import ContextKV
 from dflash_plugins.drafter import Drafter
 from dflash_plugins.errors import BadInput
 from dflash_plugins.methods.base import Method, Select, draft_in_passes, sampling_of, select_independently
 from dflash_plugins.methods.dflash2 import select_by_walk
+from dflash_plugins.pair import served_prefix_lengths
 from dflash_plugins.proposals import Proposals
 
 
-def served_prefixes(prefix_lengths: tuple[int, ...], k: int) -> tuple[int, ...]:
-    """The prefix lengths below the served K. What is dropped is warned of once per process.
-
-    BadInput unless the lengths rise strictly from above 0.
-    """
-    if any(low >= high for low, high in zip((0, *prefix_lengths), prefix_lengths, strict=False)):
-        raise BadInput(f"prefix_lengths {list(prefix_lengths)} must rise strictly from above 0")
-    kept = tuple(length for length in prefix_lengths if length < k)
-    if len(kept) < len(prefix_lengths):
-        _warn_dropped(prefix_lengths[len(kept) :], k)
-    return kept
-
-
 @cache
-def _warn_dropped(dropped: tuple[int, ...], k: int) -> None:
-    text = f"dloop (refine): prefix_lengths {list(dropped)} are dropped, they are not below the served K = {k}"
-    warnings.warn(text, stacklevel=4)
+def _warn_once(message: str) -> None:
+    warnings.warn(message, stacklevel=4)
+
+
+def _served_prefixes(loop: LoopConfig, k: int) -> tuple[int, ...]:
+    lengths = loop.prefix_lengths
+    if any(low >= high for low, high in pairwise((0, *lengths))):
+        raise BadInput(f"prefix_lengths {list(lengths)} must rise strictly from above 0")
+    kept, findings = served_prefix_lengths(loop, k)
+    for finding in findings:
+        _warn_once(f"D-Loop (refine): {finding}")
+    return kept
 
 
 def _selection(drafter: Drafter) -> Select:
@@ -60,7 +59,7 @@ def draft(
     loop = drafter.config.loop
     if loop is None or loop.mode != "refine":
         raise BadInput(f"this drafter describes no refine loop: dflash_config.dloop is {loop}")
-    prefixes = served_prefixes(loop.prefix_lengths, k)
+    prefixes = _served_prefixes(loop, k)
     sampling = sampling_of(anchors, k, temperature, generator, uniforms)
     return draft_in_passes(drafter, anchors, positions, context, k, sampling, _selection(drafter), prefixes)
 
