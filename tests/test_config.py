@@ -10,7 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from dflash_plugins.checkpoint import account, expected_tensors
 from dflash_plugins.config import (
     DraftConfig,
     TargetConfig,
@@ -598,6 +601,29 @@ def test_unreadable_files_name_the_path(tmp_path: Path, content: str | bytes, wo
         with pytest.raises(BadInput, match=words) as error:
             read(tmp_path)
         assert str(file) in str(error.value)
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-3, 300) | st.floats(allow_nan=True) | st.text(max_size=3),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["mode", "rope_theta", "x"]), inner),
+    max_leaves=4,
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_no_value_of_any_key_raises(data: st.DataObject) -> None:
+    raw = fixture(data.draw(st.sampled_from(sorted(PINNED)), "fixture"))
+    for _ in range(data.draw(st.integers(1, 3))):
+        holder = data.draw(st.sampled_from([raw, *(v for v in raw.values() if isinstance(v, dict) and v)]))
+        holder[data.draw(st.sampled_from(sorted(holder)))] = data.draw(JSON)
+    reading = read_draft_config(raw)
+    assert reading.config is not None or any(f.severity is Severity.ERROR for f in reading.findings)
+    assert {f.code for f in account(reading.facts, {}).findings} <= {"tensor-missing"}
+    json.dumps([f.model_dump(mode="json") for f in reading.findings])
+    if reading.config is not None:
+        assert expected_tensors(reading.config) == expected_tensors(reading.facts)
+        assert read_draft_config(to_nested(reading.config)).config == reading.config
 
 
 def test_missing_paths_are_named(tmp_path: Path) -> None:
