@@ -7,7 +7,6 @@ Resumable: a shard that exists is not made again.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import time
@@ -17,6 +16,8 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+
+from dflash_plugins.train.answers import target_fingerprint
 from dflash_plugins.train.prompts import Prompt, finish_opening, training_prompts
 from dflash_plugins.train.store import StoreMeta, write_shard
 
@@ -29,8 +30,8 @@ OPENING_TOKENS = 96
 class FeatureRecorder:
     """Collects rows of features per request while the engine runs.
 
-    ``rows[request_id]`` is a list of bf16 [n, (taps + 1) * hidden] pieces in position order; the last ``hidden`` columns
-    are the final-norm output.
+    ``rows[request_id]`` is a list of bf16 [n, (taps + 1) * hidden] pieces in position order; the last ``hidden``
+    columns are the final-norm output.
     """
 
     def __init__(self, runner: Any, layer_ids: Sequence[int]) -> None:
@@ -136,14 +137,19 @@ def _make_shard(
         ids = [*output.prompt_token_ids, *output.outputs[0].token_ids]
         seen = recorder.take(output.request_id)
         if seen is None or seen.shape[0] != len(ids) - 1:
-            raise RuntimeError(f"request {output.request_id}: features of {seen is not None and seen.shape[0]} rows for {len(ids)} tokens")
+            rows_seen = 0 if seen is None else seen.shape[0]
+            raise RuntimeError(f"request {output.request_id}: features of {rows_seen} rows for {len(ids)} tokens")
         tokens += ids
         rows += [seen, seen.new_zeros(1, seen.shape[1])]
         starts.append(len(tokens))
         prompt_lengths.append(len(output.prompt_token_ids))
         sources.append(prompt.source)
     table = torch.cat(rows)
-    hidden = llm.model_config.get_hidden_size() if hasattr(llm, "model_config") else llm.llm_engine.model_config.get_hidden_size()
+    hidden = (
+        llm.model_config.get_hidden_size()
+        if hasattr(llm, "model_config")
+        else llm.llm_engine.model_config.get_hidden_size()
+    )
     return {
         "tokens": torch.tensor(tokens, dtype=torch.int32),
         "starts": torch.tensor(starts),
@@ -160,7 +166,9 @@ def _load_or_write_prompts(llm: Any, path: Path, total: int, seed: int, chatterb
         drawn = training_prompts(total=total, seed=seed, chatterbot=chatterbot)
         prompts = [p for p in _written_prompts(llm, drawn, seed) if not is_measuring_prompt(p.text)]
         partial = path.with_suffix(".partial")
-        partial.write_text("".join(json.dumps({"text": p.text, "source": p.source}) + "\n" for p in prompts), encoding="utf-8")
+        partial.write_text(
+            "".join(json.dumps({"text": p.text, "source": p.source}) + "\n" for p in prompts), encoding="utf-8"
+        )
         partial.replace(path)
     return [Prompt(**json.loads(line)) for line in path.read_text(encoding="utf-8").splitlines()]
 
@@ -178,8 +186,7 @@ def main(
     """Writes prompts.jsonl and the shards of a feature store."""
     layer_ids = tuple(int(part) for part in layers.split(","))
     out.mkdir(parents=True, exist_ok=True)
-    fingerprint = "sha256:" + hashlib.sha256((target / "model.safetensors").read_bytes()).hexdigest()
-    meta = StoreMeta(fingerprint, layer_ids)
+    meta = StoreMeta(target_fingerprint(target), layer_ids)
     llm = _engine(target)
     prompts = _load_or_write_prompts(llm, out / "prompts.jsonl", total, seed, chatterbot)
     core = llm.llm_engine.engine_core.engine_core

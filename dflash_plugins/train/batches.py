@@ -54,7 +54,9 @@ def make_batch(store: FeatureStore, refs: Sequence[SequenceRef], anchors: Sequen
     for row, (rows, *_) in enumerate(parts):
         features[row, : rows.shape[0]] = rows
     _, ids, labels, final = zip(*parts, strict=True)
-    return Batch(features, lengths, torch.stack(list(anchors)), torch.stack(ids), torch.stack(labels), torch.stack(final))
+    return Batch(
+        features, lengths, torch.stack(list(anchors)), torch.stack(ids), torch.stack(labels), torch.stack(final)
+    )
 
 
 def _sequence(store: FeatureStore, ref: SequenceRef, anchors: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -19,152 +19,34 @@ import random
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
 from pathlib import Path
 
 import yaml
 
-STDLIB_MODULES = (
-    "argparse ast base64 bisect calendar codecs collections colorsys configparser contextlib copy csv datetime decimal "
-    "difflib dis email.utils enum fileinput fnmatch fractions ftplib functools getopt getpass gettext glob graphlib gzip "
-    "hashlib heapq hmac html http.client http.cookies imaplib inspect io ipaddress itertools json keyword linecache locale "
-    "logging lzma mailbox math mimetypes netrc ntpath numbers operator os pathlib pdb pickletools pkgutil platform plistlib "
-    "poplib posixpath pprint profile pstats queue quopri random re reprlib sched secrets shelve shlex shutil signal "
-    "smtplib socket socketserver sqlite3 ssl stat statistics string stringprep subprocess symtable sysconfig tabnanny "
-    "tarfile tempfile textwrap threading timeit token tokenize trace traceback types typing unittest unittest.mock urllib.parse "
-    "urllib.request uuid warnings wave weakref webbrowser xml.dom.minidom xml.etree.ElementTree xmlrpc.client zipfile zoneinfo"
-).split()
-
-CHAT_OPENINGS = (
-    "",
-    "",
-    "",
-    "",
-    "Write a",
-    "Write an",
-    "Compose",
-    "Draft",
-    "Imagine you are",
-    "Pretend to be",
-    "Please",
-    "Explain",
-    "What is",
-    "What are",
-    "How does",
-    "How do",
-    "How can I",
-    "Describe",
-    "Discuss",
-    "Compare",
-    "Why",
-    "Who",
-    "When",
-    "In the",
-    "Given",
-    "Suppose",
-    "Can you",
-    "Could you",
-    "I'm",
-    "I need",
-    "My",
-    "Tell me",
-    "Summarize",
-    "Provide",
-    "Identify",
-    "List",
-    "Create",
-    "Help me",
-    "The",
-    "Analyze",
-    "Evaluate",
-    "Design",
-    "Outline",
-    "Consider",
-    "You are",
-    "Act as",
-    "Rewrite",
-    "Edit",
-    "Extract",
-    "Which",
-    "Is it",
-    "Do you",
-    "Share",
-    "Give me",
-    "Suggest",
-)
-CODE_OPENINGS = (
-    "Write a Python function",
-    "Write a function",
-    "Implement",
-    "Develop a Python program",
-    "Write a C++ program",
-    "How do I write",
-    "Write an HTML",
-    "Create a Python script",
-    "Given an array",
-    "Given a list of",
-    "Given a string",
-    "Fix the following code:",
-    "What does this code do?",
-    "Write a SQL query",
-)
-STUB_HEADS = ("def ", "from typing import List\n\n\ndef ", "\n\ndef ", "import math\n\n\ndef ", "def ")
-STUB_VERBS = (
-    "count is find get remove filter sum max min sort reverse rotate split join check encode decode make add "
-    "compare closest longest shortest largest smallest unique even odd prime common move replace sequence match "
-    "convert next total digit merge parse select string list solve valid will any all double"
-).split()
-STUB_NOUNS = (
-    "numbers list string words vowels digits chars integers elements pairs sequence array matrix grid dict keys values "
-    "primes factors triangle sum product average median fruits brackets parentheses palindrome sublist substring date "
-    "text letters upper lower case binary hex squares cubes range intervals"
-).split()
-NAMES = (
-    "Anna Ben Carla David Emma Farid Grace Hugo Iris Jonas Kira Liam Maria Noah Olga Pedro Quinn Rosa Samir Tara Umar "
-    "Vera Will Xena Yusuf Zoe Tom Lily Jack Mia James Sarah Mark Julia"
-).split()
-THINGS = (
-    "apples books marbles stickers pencils cookies eggs stamps cards balloons flowers oranges shirts cups boxes tickets "
-    "coins candies bottles chairs"
-).split()
-PROBLEM_OPENINGS = (
-    "{name} has {a} {things}.",
-    "{name} bought {a} {things}",
-    "{name} earns ${a}",
-    "{name} is {a} years old.",
-    "A store sells {things}",
-    "There are {a} {things}",
-    "{name} and {other}",
-    "A farmer has {a}",
-    "{name} reads {a} pages",
-    "{name} runs {a} miles",
-    "A train travels {a} miles",
-    "{name} wants to buy {a} {things}",
-    "In a class of {a} students,",
-    "{name}'s car",
-    "Every day, {name}",
-    "{name} makes {a} {things}",
-    "If {a}",
-    "A box of {things} costs ${a}.",
-)
-PROBLEM_TEMPLATES = (
-    "{name} has {a} {things}. {other} gives {name} {b} more, and then {name} gives away {c}. How many {things} does {name} have now?",
-    "A box holds {a} {things}. {name} buys {b} boxes and uses {c} {things}. How many {things} are left?",
-    "{name} earns ${a} an hour and works {b} hours a day. How much does {name} earn in {c} days?",
-    "A shop sells {things} at ${a} each. {name} buys {b} of them and pays with a ${big} bill. How much change does {name} get?",
-    "{name} reads {a} pages on Monday, twice as many on Tuesday, and {b} pages on Wednesday. How many pages did {name} read in total?",
-    "{name} is {a} years older than {other}. In {b} years the sum of their ages will be {big}. How old is {other} now?",
-    "A train travels {a} miles in {b} hours. At the same speed, how far does it travel in {c} hours?",
-    "{name} has {big} {things}. {name} gives half of them to {other} and then loses {b}. How many {things} remain?",
-    "There are {a} rows of {b} chairs in a hall. If {c} chairs are broken, how many people can sit down?",
-    "{name} bakes {big} cookies and packs them in bags of {b}. Each bag is sold for ${c}. How much money does {name} make?",
-    "{things} cost ${a} per dozen. {name} needs {b} dozen and has a coupon for ${c} off. What does {name} pay?",
-    "{name} saves ${a} every week. After {b} weeks {name} spends ${c}. How much is left?",
-    "A tank holds {big} liters. It is filled at {a} liters per minute and leaks {c} liters per minute. How long does it take to fill it?",
-    "{name}, {other} and a friend share {big} {things} equally after setting {b} aside. How many does each of them get?",
-    "{name} walks {a} minutes to school and {b} minutes back, {c} days a week. How many minutes does {name} walk in a week?",
-    "A farmer collects {a} eggs a day and sells them at ${b} per dozen. How much does the farmer make in {c} weeks?",
-)
 MAX_PROMPT_CHARS = 900
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """What ``prompt_parts.yaml`` holds: word lists as one string each, openings and templates as lists."""
+
+    stdlib_modules: str
+    stub_verbs: str
+    stub_nouns: str
+    names: str
+    things: str
+    chat_openings: list[str]
+    code_openings: list[str]
+    stub_heads: list[str]
+    problem_openings: list[str]
+    problem_templates: list[str]
+
+
+@cache
+def _parts() -> _Parts:
+    return _Parts(**yaml.safe_load(files("dflash_plugins.train").joinpath("prompt_parts.yaml").read_text("utf-8")))
 
 
 @dataclass(frozen=True)
@@ -186,7 +68,16 @@ def training_prompts(*, total: int, seed: int, chatterbot: Path | None = None) -
     rng.shuffle(corpus)
     parts = [stdlib[: total * 16 // 100], corpus[: total * 12 // 100], _repeat(_problem, total * 16 // 100, rng)]
     rest = total - sum(map(len, parts))
-    makers: tuple[Callable[[random.Random], Prompt], ...] = (_chat, _chat, _chat, _code, _stub, _stub, _problem_opening, _problem_opening)
+    makers: tuple[Callable[[random.Random], Prompt], ...] = (
+        _chat,
+        _chat,
+        _chat,
+        _code,
+        _stub,
+        _stub,
+        _problem_opening,
+        _problem_opening,
+    )
     parts.append([makers[i % len(makers)](rng) for i in range(rest)])
     prompts = [prompt for part in parts for prompt in part]
     rng.shuffle(prompts)
@@ -198,30 +89,36 @@ def _repeat(maker: Callable[[random.Random], Prompt], count: int, rng: random.Ra
 
 
 def _chat(rng: random.Random) -> Prompt:
-    return Prompt(rng.choice(CHAT_OPENINGS), "self", opening=True)
+    return Prompt(rng.choice(_parts().chat_openings), "self", opening=True)
 
 
 def _code(rng: random.Random) -> Prompt:
-    return Prompt(rng.choice(CODE_OPENINGS), "self", opening=True)
+    return Prompt(rng.choice(_parts().code_openings), "self", opening=True)
 
 
 def _stub(rng: random.Random) -> Prompt:
-    name = f"{rng.choice(STUB_VERBS)}_{rng.choice(STUB_NOUNS)}"
-    return Prompt(f"{rng.choice(STUB_HEADS)}{name}(", "self", opening=True, stub=True)
+    name = f"{rng.choice(_parts().stub_verbs.split())}_{rng.choice(_parts().stub_nouns.split())}"
+    return Prompt(f"{rng.choice(_parts().stub_heads)}{name}(", "self", opening=True, stub=True)
 
 
 def _numbers(rng: random.Random) -> dict[str, str]:
-    name, other = rng.sample(NAMES, 2)
+    name, other = rng.sample(_parts().names.split(), 2)
     small = {key: str(rng.randint(2, 40)) for key in "abc"}
-    return {"name": name, "other": other, "things": rng.choice(THINGS), "big": str(rng.randint(5, 40) * 12), **small}
+    return {
+        "name": name,
+        "other": other,
+        "things": rng.choice(_parts().things.split()),
+        "big": str(rng.randint(5, 40) * 12),
+        **small,
+    }
 
 
 def _problem(rng: random.Random) -> Prompt:
-    return Prompt(rng.choice(PROBLEM_TEMPLATES).format(**_numbers(rng)), "problems")
+    return Prompt(rng.choice(_parts().problem_templates).format(**_numbers(rng)), "problems")
 
 
 def _problem_opening(rng: random.Random) -> Prompt:
-    return Prompt(rng.choice(PROBLEM_OPENINGS).format(**_numbers(rng)), "self", opening=True)
+    return Prompt(rng.choice(_parts().problem_openings).format(**_numbers(rng)), "self", opening=True)
 
 
 def _stdlib_stubs() -> Iterator[Prompt]:
@@ -240,7 +137,7 @@ def _stdlib_stubs() -> Iterator[Prompt]:
 
 
 def _stdlib_functions() -> Iterator[Callable[..., object]]:
-    for name in STDLIB_MODULES:
+    for name in _parts().stdlib_modules.split():
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             try:
@@ -254,7 +151,7 @@ def _stdlib_functions() -> Iterator[Callable[..., object]]:
 def _functions_of(member: object) -> Iterable[Callable[..., object]]:
     if inspect.isfunction(member):
         return [member]
-    if inspect.isclass(member) and str(member.__module__).split(".")[0] in STDLIB_MODULES:
+    if inspect.isclass(member) and str(member.__module__).split(".")[0] in _parts().stdlib_modules.split():
         return [m for _, m in inspect.getmembers(member, inspect.isfunction)]
     return []
 

@@ -9,7 +9,8 @@ A shard is one safetensors file of S sequences with N tokens in all:
                     token was never fed to the target)
 ``final``           bf16 [N, target hidden], the target's final-norm output, for soft labels
 
-Its metadata name the target's fingerprint, the layer ids and the source of each prompt; shards that disagree are refused.
+Its metadata name the target's fingerprint, the layer ids and the source of each prompt. Shards that disagree are
+refused.
 """
 
 from __future__ import annotations
@@ -93,7 +94,8 @@ class FeatureStore:
 
     def ids(self, ref: SequenceRef) -> torch.Tensor:
         """int32 [T], prompt and response."""
-        return self.tokens[ref.shard][ref.start : ref.stop]
+        tokens: torch.Tensor = self.tokens[ref.shard][ref.start : ref.stop]
+        return tokens
 
     def rows(self, ref: SequenceRef, name: str) -> Any:
         """Rows of ``features`` or ``final`` of one sequence, bf16 [T, width]."""

@@ -1,0 +1,115 @@
+"""What ``dflash-plugins train`` does: one run or one leg of it, then export and the model card."""
+
+from __future__ import annotations
+
+import json
+import platform
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict
+
+from dflash_plugins.errors import BadInput
+from dflash_plugins.train.export import export_drafter
+from dflash_plugins.train.trainer import Progress, Recipe, Trainer
+
+EVALUATED_AT = (3, 7)
+FLOPS_PER_WEIGHT = 6  # forward and backward, multiply and add
+
+
+class TrainReport(BaseModel):
+    """Where the drafter is and how it does on held-out answers; ``finished`` is false after a leg cut short."""
+
+    model_config = ConfigDict(frozen=True)
+
+    path: str
+    finished: bool
+    step: int
+    steps: int
+    seconds: float
+    blocks: int
+    training_flops: float
+    response_tokens: int
+    loss: float | None
+    accepted_by_slot: list[float]
+    emitted_per_round: float
+    held_out: dict[str, dict[str, Any]]
+
+
+def run(
+    *,
+    method: str,
+    target: Path,
+    data: Path,
+    out: Path,
+    steps: int | None = None,
+    minutes: float | None = None,
+    settings: dict[str, Any] | None = None,
+    report: Callable[[str, int, int], None] = lambda stage, done, total: None,
+) -> TrainReport:
+    """Trains (or goes on training) a drafter for ``target`` on the feature store ``data`` and exports it to ``out``.
+
+    ``minutes`` ends this leg after that time; running the same command again continues it. ``settings`` are fields of
+    :class:`Recipe` as ``--set KEY=VALUE`` gives them. Raises BadInput for a method, path or setting that is not usable.
+    """
+    recipe = _recipe(method, steps, settings or {})
+    for name, path in (("target", target), ("data", data)):
+        if not path.is_dir():
+            raise BadInput(f"--{name} {path}: no such folder")
+    trainer = Trainer(recipe, target, data, out)
+    losses: list[float] = []
+
+    def tell(progress: Progress) -> None:
+        losses.append(progress.loss)
+        report(f"training, {progress.blocks_per_second:.0f} blocks/s", progress.step, progress.steps)
+
+    finished = trainer.run(until=(minutes or float("inf")) * 60.0, tell=tell)
+    document = _report(trainer, finished, losses[-100:])
+    export_drafter(trainer, out, document.model_dump(mode="json"))
+    return document
+
+
+def _recipe(method: str, steps: int | None, settings: dict[str, Any]) -> Recipe:
+    if method != "dflash":
+        raise BadInput(f"--method {method}: only dflash can be trained so far")
+    unknown = settings.keys() - Recipe.__dataclass_fields__.keys()
+    if unknown:
+        raise BadInput(
+            f"--set {', '.join(sorted(unknown))}: known are {', '.join(sorted(Recipe.__dataclass_fields__))}"
+        )
+    given = {**settings, **({} if steps is None else {"steps": steps})}
+    return Recipe(method=method, **given)
+
+
+def _report(trainer: Trainer, finished: bool, losses: list[float]) -> TrainReport:
+    recipe = trainer.recipe
+    served = {k: trainer.evaluate(k) for k in EVALUATED_AT if k < recipe.block_size}
+    served.setdefault(recipe.block_size - 1, trainer.evaluate())
+    whole = served[recipe.block_size - 1]
+    return TrainReport(
+        path=str(trainer.out),
+        finished=finished,
+        step=trainer.step,
+        steps=recipe.steps,
+        seconds=trainer.seconds,
+        blocks=trainer.step * recipe.sequences_per_step * recipe.anchors_per_sequence,
+        training_flops=float(FLOPS_PER_WEIGHT * trainer.multiplications_per_step() * trainer.step),
+        response_tokens=trainer.response_tokens(),
+        loss=sum(losses) / len(losses) if losses else None,
+        accepted_by_slot=list(whole.accepted_by_slot),
+        emitted_per_round=whole.emitted_per_round,
+        held_out={
+            f"k{k}": {
+                "emitted_per_round": result.emitted_per_round,
+                "accepted_by_slot": list(result.accepted_by_slot),
+                "rounds": result.rounds,
+            }
+            for k, result in served.items()
+        },
+    )
+
+
+def hardware() -> str:
+    """The machine in words, for model cards."""
+    return f"{platform.machine()}, {json.dumps(platform.processor() or platform.system())}"

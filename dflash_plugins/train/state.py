@@ -1,0 +1,57 @@
+"""The state of a training run in safetensors: weights, both moments of the optimizer, and the step."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from dflash_plugins.errors import BadInput
+
+STATE_FILE = "training-state.safetensors"
+
+
+def save_state(folder: Path, drafter: torch.nn.Module, optimizer: torch.optim.Optimizer, facts: dict[str, Any]) -> None:
+    """Writes the state beside its place and renames it. ``facts`` must hold ``step`` and whatever must agree later."""
+    tensors = {}
+    for name, parameter in trained_parameters(drafter).items():
+        tensors[f"weight.{name}"] = parameter.detach().contiguous()
+        for moment in ("exp_avg", "exp_avg_sq"):
+            if parameter in optimizer.state:
+                tensors[f"{moment}.{name}"] = optimizer.state[parameter][moment].contiguous()
+    folder.mkdir(parents=True, exist_ok=True)
+    partial = folder / (STATE_FILE + ".partial")
+    save_file(tensors, partial, metadata={"facts": json.dumps(facts, sort_keys=True)})
+    partial.replace(folder / STATE_FILE)
+
+
+def load_state(
+    folder: Path, drafter: torch.nn.Module, optimizer: torch.optim.Optimizer, expected: dict[str, Any]
+) -> int:
+    """Restores the newest state and returns its step; 0 when there is none. BadInput when it is of another run."""
+    path = folder / STATE_FILE
+    if not path.exists():
+        return 0
+    file = safe_open(path, framework="pt")
+    facts = json.loads(file.metadata()["facts"])
+    wrong = {key: (facts.get(key), value) for key, value in expected.items() if facts.get(key) != value}
+    if wrong:
+        raise BadInput(f"{path}: of another run; (found, wanted): {wrong}. Choose another --out or remove it")
+    step = int(facts["step"])
+    for name, parameter in trained_parameters(drafter).items():
+        parameter.data.copy_(file.get_tensor(f"weight.{name}"))
+        optimizer.state[parameter] = {
+            "step": torch.tensor(float(step)),
+            "exp_avg": file.get_tensor(f"exp_avg.{name}"),
+            "exp_avg_sq": file.get_tensor(f"exp_avg_sq.{name}"),
+        }
+    return step
+
+
+def trained_parameters(drafter: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
+    """The parameters that training changes, by name."""
+    return {name: p for name, p in drafter.named_parameters() if p.requires_grad}
