@@ -11,6 +11,7 @@ import json
 import sys
 import traceback
 from collections.abc import Iterator, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -18,6 +19,7 @@ import typer
 
 if TYPE_CHECKING:
     from dflash_plugins.driver import Progress
+    from dflash_plugins.train.run import TrainReport
 
 DONE, BAD_ANSWER, COULD_NOT_RUN, INTERRUPTED = 0, 1, 2, 130
 
@@ -133,6 +135,81 @@ def models_fetch(
     else:
         print(path)
     return DONE
+
+
+@app.command()
+def train(
+    target: Annotated[str, typer.Option(metavar="T", help="Folder of the target, or its embedded name.")],
+    data: Annotated[Path, typer.Option(metavar="FOLDER", help="Features of the target's own answers.")],
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Where the drafter goes, and the state of the run.")],
+    method: Annotated[str, typer.Option(help="The method to train a drafter for.")] = "dflash",
+    steps: Annotated[int | None, typer.Option(min=1, help="Steps in all, over all legs.")] = None,
+    minutes: Annotated[
+        float | None, typer.Option(min=0, help="End this leg after so long; run again to go on.")
+    ] = None,
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="A field of the recipe.")
+    ] = None,
+    as_json: AsJson = False,
+) -> int:
+    """Train a drafter, in legs that go on where the last one ended, and export it in the layout that engines load."""
+    _require("train", "torch", "transformers")
+    from dflash_plugins.pairs import resolve
+
+    recipe = _parse_settings(settings or [])
+    with _quiet_stdout(), _progress() as report:
+        folder = resolve(target, report=report)
+        from dflash_plugins.train.run import run  # loads torch: after everything that can be refused at once
+
+        result = run(
+            method=method,
+            target=folder,
+            data=data,
+            out=out,
+            steps=steps,
+            minutes=minutes,
+            settings=recipe,
+            report=report,
+        )
+    if as_json:
+        _print_json(result.model_dump(mode="json"))
+    else:
+        _print_training(result)
+    return DONE
+
+
+def _print_training(result: TrainReport) -> None:
+    state = "finished" if result.finished else "this leg has ended; the same command goes on"
+    slots = " ".join(f"{rate:.3f}" for rate in result.accepted_by_slot)
+    print(f"{result.path}: step {result.step} of {result.steps}, {state}")
+    print(f"held out: {result.emitted_per_round:.3f} emitted per round; accepted by slot {slots}")
+
+
+def _require(extra: str, *modules: str) -> None:
+    """Says which extra to install instead of failing at an import."""
+    from dflash_plugins.errors import BadInput
+
+    missing = [module for module in modules if find_spec(module) is None]
+    if missing:
+        raise BadInput(f"{' and '.join(missing)} missing here: install dflash-plugins[{extra}]")
+
+
+def _parse_settings(settings: Sequence[str]) -> dict[str, Any]:
+    """``KEY=VALUE`` pairs with values as YAML scalars; all that are not pairs, and keys given twice, at once."""
+    import yaml
+
+    from dflash_plugins.errors import BadInput
+
+    parsed: dict[str, Any] = {}
+    faults = []
+    for setting in settings:
+        key, separator, value = setting.partition("=")
+        if not (key and separator) or key in parsed:
+            faults.append(setting)
+        parsed[key] = yaml.safe_load(value)
+    if faults:
+        raise BadInput(f"--set takes KEY=VALUE, each key once; not so: {', '.join(faults)}")
+    return parsed
 
 
 if __name__ == "__main__":

