@@ -226,3 +226,50 @@ def test_a_stub_ends_with_its_docstring() -> None:
     done = finish_opening(stub, 'a):\n    """Add one."""\n    return a + 1')
     assert done == Prompt('def f(a):\n    """Add one."""\n', "self")
     assert finish_opening(stub, "a): return a") is None
+
+
+def test_train_exports_what_it_trained(data: tuple[Path, Path], tmp_path: Path) -> None:
+    from dflash_plugins.drafter import load_drafter
+    from dflash_plugins.train.run import run
+
+    settings = {key: value for key, value in RECIPE.items() if key != "steps"}
+    report = run(method="dflash", target=data[0], data=data[1], out=tmp_path, steps=3, settings=settings)
+    assert report.finished
+    trained = Trainer(Recipe(**{**RECIPE, "steps": 3}), *data, tmp_path).drafter
+    loaded = load_drafter(Path(report.path))
+    assert loaded.config.draft_vocab_size == 64
+    for name, tensor in trained.state_dict().items():
+        assert torch.equal(loaded.state_dict()[name].float(), tensor.to(loaded.state_dict()[name].dtype).float()), name
+    assert f"{report.response_tokens:,}" in (Path(report.path) / "README.md").read_text()
+
+
+def test_a_file_of_answers_needs_layer_ids(data: tuple[Path, Path], tmp_path: Path) -> None:
+    from dflash_plugins.train.run import run
+
+    path = tmp_path / "answers.jsonl"
+    rows = [{"prompt_ids": [5, 6, 7], "response_ids": _response(3 + i)} for i in range(12)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    settings = {key: value for key, value in RECIPE.items() if key != "steps"}
+    arguments: dict[str, Any] = {"method": "dflash", "target": data[0], "data": path, "out": tmp_path / "o", "steps": 1}
+    with pytest.raises(BadInput, match="target_layer_ids"):
+        run(**arguments, settings=settings)
+    report = run(**arguments, settings={**settings, "target_layer_ids": [0, 2]})
+    assert report.response_tokens == 11 * 20
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"method": "medusa"}, "medusa"),
+        ({"settings": {"larning_rate": 1}}, "larning_rate"),
+        ({"data": Path("nowhere")}, "nowhere"),
+        ({"target": Path("nowhere")}, "nowhere"),
+    ],
+)
+def test_train_names_what_is_wrong(data: tuple[Path, Path], tmp_path: Path, change: dict[str, Any], named: str) -> None:
+    from dflash_plugins.train.run import run
+
+    arguments: dict[str, Any] = {"method": "dflash", "target": data[0], "data": data[1], "out": tmp_path / "out"}
+    with pytest.raises(BadInput, match=named):
+        run(**(arguments | change))
+    assert not (tmp_path / "out").exists()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import platform
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,9 +9,11 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict
 
 from dflash_plugins.errors import BadInput
-from dflash_plugins.train.export import export_drafter
+from dflash_plugins.train.answers import build_store, read_answers
+from dflash_plugins.train.export import DRAFTER_FOLDER, export_drafter, model_card
 from dflash_plugins.train.trainer import Progress, Recipe, Trainer
 
+Report = Callable[[str, int, int], None]
 EVALUATED_AT = (3, 7)
 FLOPS_PER_WEIGHT = 6  # forward and backward, multiply and add
 
@@ -46,18 +46,17 @@ def run(
     steps: int | None = None,
     minutes: float | None = None,
     settings: dict[str, Any] | None = None,
-    report: Callable[[str, int, int], None] = lambda stage, done, total: None,
+    report: Report = lambda stage, done, total: None,
 ) -> TrainReport:
     """Trains (or goes on training) a drafter for ``target`` on the feature store ``data`` and exports it to ``out``.
 
     ``minutes`` ends this leg after that time; running the same command again continues it. ``settings`` are fields of
     :class:`Recipe` as ``--set KEY=VALUE`` gives them. Raises BadInput for a method, path or setting that is not usable.
     """
-    recipe = _recipe(method, steps, settings or {})
-    for name, path in (("target", target), ("data", data)):
-        if not path.is_dir():
-            raise BadInput(f"--{name} {path}: no such folder")
-    trainer = Trainer(recipe, target, data, out)
+    settings = dict(settings or {})
+    layer_ids = settings.pop("target_layer_ids", None)
+    recipe = _recipe(method, steps, settings)
+    trainer = Trainer(recipe, target, _store(data, target, layer_ids, report), out)
     losses: list[float] = []
 
     def tell(progress: Progress) -> None:
@@ -66,8 +65,25 @@ def run(
 
     finished = trainer.run(until=(minutes or float("inf")) * 60.0, tell=tell)
     document = _report(trainer, finished, losses[-100:])
-    export_drafter(trainer, out, document.model_dump(mode="json"))
+    export_drafter(trainer.drafter, Path(document.path), model_card(trainer, document.model_dump(mode="json")))
     return document
+
+
+def _store(data: Path, target: Path, layer_ids: Any, report: Report) -> Path:
+    """The feature store: ``data`` itself, or made beside it when it is a JSON-lines file of answers."""
+    if not target.is_dir():
+        raise BadInput(f"--target {target}: no such folder")
+    if data.is_dir():
+        if layer_ids is not None:
+            raise BadInput("--set target_layer_ids: the feature store has its own; leave it out")
+        return data
+    if not data.is_file():
+        raise BadInput(f"--data {data}: no such file or folder")
+    if not isinstance(layer_ids, list) or not layer_ids:
+        raise BadInput("--set target_layer_ids=[...]: name the layers of the target to read; none is guessed")
+    folder = data.with_name(data.name + ".features")
+    build_store(read_answers(data, target), target, layer_ids, folder, report=report)
+    return folder
 
 
 def _recipe(method: str, steps: int | None, settings: dict[str, Any]) -> Recipe:
@@ -88,7 +104,7 @@ def _report(trainer: Trainer, finished: bool, losses: list[float]) -> TrainRepor
     served.setdefault(recipe.block_size - 1, trainer.evaluate())
     whole = served[recipe.block_size - 1]
     return TrainReport(
-        path=str(trainer.out),
+        path=str(trainer.out / DRAFTER_FOLDER),
         finished=finished,
         step=trainer.step,
         steps=recipe.steps,
@@ -108,8 +124,3 @@ def _report(trainer: Trainer, finished: bool, losses: list[float]) -> TrainRepor
             for k, result in served.items()
         },
     )
-
-
-def hardware() -> str:
-    """The machine in words, for model cards."""
-    return f"{platform.machine()}, {json.dumps(platform.processor() or platform.system())}"

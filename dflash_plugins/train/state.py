@@ -31,11 +31,11 @@ def save_state(folder: Path, drafter: torch.nn.Module, optimizer: torch.optim.Op
 
 def load_state(
     folder: Path, drafter: torch.nn.Module, optimizer: torch.optim.Optimizer, expected: dict[str, Any]
-) -> int:
-    """Restores the newest state and returns its step; 0 when there is none. BadInput when it is of another run."""
+) -> dict[str, Any]:
+    """Restores the newest state and returns its facts; none when there is no state. BadInput for another run's."""
     path = folder / STATE_FILE
     if not path.exists():
-        return 0
+        return {}
     file = safe_open(path, framework="pt")
     facts = json.loads(file.metadata()["facts"])
     wrong = {key: (facts.get(key), value) for key, value in expected.items() if facts.get(key) != value}
@@ -49,7 +49,7 @@ def load_state(
             "exp_avg": file.get_tensor(f"exp_avg.{name}"),
             "exp_avg_sq": file.get_tensor(f"exp_avg_sq.{name}"),
         }
-    return step
+    return dict(facts)
 
 
 def trained_parameters(drafter: torch.nn.Module) -> dict[str, torch.nn.Parameter]:

@@ -82,8 +82,9 @@ class Trainer:
         self.optimizer = torch.optim.AdamW(groups, lr=recipe.learning_rate, betas=(0.9, 0.95))
         self.weights = slot_weights(recipe.block_size - 1, recipe.gamma())
         self.facts = {**asdict(recipe), "target": self.store.meta.target_fingerprint, "shards": len(self.store.paths)}
-        self.step = load_state(out, self.drafter, self.optimizer, self.facts)
-        self.seconds = 0.0
+        found = load_state(out, self.drafter, self.optimizer, self.facts)
+        self.step = int(found.get("step", 0))
+        self.seconds = float(found.get("seconds", 0.0))
 
     def _build(self, target: Path, head: Tensor) -> Drafter:
         config = _draft_config(self.recipe, target, self.store, self.vocabulary)
@@ -100,25 +101,24 @@ class Trainer:
 
     def run(self, *, until: float = math.inf, tell: Callable[[Progress], None] = lambda progress: None) -> bool:
         """Trains to the last step or for ``until`` seconds; True when the last step was reached. State is saved."""
-        began, saved = time.perf_counter(), time.perf_counter()
+        leg = saved = 0.0
         blocks = 0
-        while self.step < self.recipe.steps:
-            elapsed = time.perf_counter() - began
-            if elapsed > until:
-                break
+        while self.step < self.recipe.steps and leg <= until:
+            began = time.perf_counter()
             loss, new_blocks = self._train_step()
+            spent = time.perf_counter() - began
             self.step, blocks = self.step + 1, blocks + new_blocks
-            tell(Progress(self.step, self.recipe.steps, loss, blocks / (time.perf_counter() - began)))
-            if time.perf_counter() - saved > SAVE_EVERY_SECONDS:
+            leg, self.seconds = leg + spent, self.seconds + spent
+            tell(Progress(self.step, self.recipe.steps, loss, blocks / leg))
+            if leg - saved > SAVE_EVERY_SECONDS:
                 self.save()
-                saved = time.perf_counter()
-        self.seconds = time.perf_counter() - began
+                saved = leg
         self.save()
         return self.step >= self.recipe.steps
 
     def save(self) -> None:
         """Writes the resumable state."""
-        save_state(self.out, self.drafter, self.optimizer, {**self.facts, "step": self.step})
+        save_state(self.out, self.drafter, self.optimizer, {**self.facts, "step": self.step, "seconds": self.seconds})
 
     def _train_step(self) -> tuple[float, int]:
         generator = torch.Generator().manual_seed(self.recipe.seed * 1_000_003 + self.step)
