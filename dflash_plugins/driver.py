@@ -1,10 +1,10 @@
 """What the core asks of an engine, and the worker process behind which an engine lives.
 
-An adapter fulfils ``EngineDriver`` and is found through the entry-point group ``dflash_plugins.drivers``. A driver starts
-sessions; a session is one engine with one fixed configuration. ``WorkerProcess`` is a session in a process of its own that
-answers JSON lines: requests on its stdin, answers on its stdout, everything the engine prints in a log.
+An adapter fulfils ``EngineDriver`` and is found through the entry-point group ``dflash_plugins.drivers``. A driver
+starts sessions; a session is one engine with one fixed configuration. ``WorkerProcess`` is a session in a process of
+its own that answers JSON lines: requests on its stdin, answers on its stdout, everything the engine prints in a log.
 
-Requests are ``{"op": "encode" | "generate" | "close", ...}``; answers are any number of ``{"progress": [done, total]}`` and
+Requests are ``{"op": "encode" | "generate", ...}``; answers are any number of ``{"progress": [done, total]}`` and
 then one ``{"result": ...}`` or ``{"error": text}``. The first answer of a worker, unasked, is its ``Hello``.
 """
 
@@ -18,13 +18,13 @@ import subprocess
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.metadata import entry_points
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Protocol, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
 from dflash_plugins.errors import BadInput, DFlashPluginsError, EngineMissing
+from dflash_plugins.pairs.prompts import Prompt
 
 GROUP = "dflash_plugins.drivers"
 CLOSE_SECONDS = 10.0
@@ -34,7 +34,7 @@ Progress = Callable[[str, int, int], None]
 """Called with what is being done, how much of it is done, and how much there is."""
 
 
-class EngineFailed(DFlashPluginsError):
+class EngineError(DFlashPluginsError):
     """The engine refused its configuration, answered with an error, or its process died."""
 
 
@@ -45,8 +45,8 @@ class _Record(BaseModel):
 class EngineConfig(_Record):
     """Everything that decides what an engine computes. Without ``draft`` the engine decodes plainly.
 
-    ``k`` counts proposals per round, ``memory_share`` is the part of an accelerator that this engine may fill when several
-    are alive at once, ``extra`` holds arguments under the engine's own names.
+    ``k`` counts proposals per round, ``memory_share`` is the part of an accelerator that this engine may fill when
+    several are alive at once, ``extra`` holds arguments under the engine's own names.
     """
 
     target: str
@@ -73,7 +73,6 @@ class Sampling(_Record):
     top_k: int = Field(default=0, ge=0)
     max_tokens: int = Field(default=128, gt=0)
     ignore_eos: bool = False
-    n: int = Field(default=1, gt=0)
     seed: int | None = None
     logits: int | None = Field(default=None, gt=0)
 
@@ -87,7 +86,7 @@ class Hello(_Record):
 
 
 class Completion(_Record):
-    """One continuation. ``logits`` holds per position the best (id, raw logit) pairs, best first, when they were asked for."""
+    """One continuation. ``logits`` holds, when asked for, the best (id, raw logit) pairs per position, best first."""
 
     ids: tuple[int, ...]
     text: str | None
@@ -127,16 +126,16 @@ class Counters(_Record):
 
 
 class Generated(_Record):
-    """Answer to one ``generate``: ``completions[prompt][sample]``, wall seconds in the engine, and what speculation did."""
+    """Answer to one ``generate``: a completion per prompt, wall seconds in the engine, and what speculation did."""
 
-    completions: tuple[tuple[Completion, ...], ...]
+    completions: tuple[Completion, ...]
     seconds: float
     counters: Counters
 
     @property
     def tokens(self) -> int:
-        """Number of generated tokens over all prompts and samples."""
-        return sum(len(sample.ids) for samples in self.completions for sample in samples)
+        """Number of generated tokens over all prompts."""
+        return sum(len(completion.ids) for completion in self.completions)
 
 
 class EngineSession(Protocol):
@@ -145,7 +144,7 @@ class EngineSession(Protocol):
     hello: Hello
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
-        """Token ids of each text as one user message in the target's chat template (as it stands without a template)."""
+        """Token ids of each text as one user message in the target's chat template, or as it is without one."""
 
     def generate(
         self,
@@ -157,7 +156,9 @@ class EngineSession(Protocol):
 
     def close(self) -> None: ...
     def __enter__(self) -> Self: ...
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None: ...
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
 
 
 class EngineDriver(Protocol):
@@ -169,7 +170,7 @@ class EngineDriver(Protocol):
         """Why the engine cannot run in this environment, or None. Imports no engine."""
 
     def start(self, config: EngineConfig) -> EngineSession:
-        """Start an engine and wait until it can answer; raises EngineFailed with the engine's own reason."""
+        """Start an engine and wait until it can answer; raises EngineError with the engine's own reason."""
 
 
 def known_engines() -> tuple[str, ...]:
@@ -178,7 +179,7 @@ def known_engines() -> tuple[str, ...]:
 
 
 def find_driver(engine: str) -> EngineDriver:
-    """The driver of an engine; raises BadInput for an unknown name and EngineMissing when the engine is not installed."""
+    """The driver of an engine; raises BadInput for an unknown name, EngineMissing when it is not installed."""
     points = {point.name: point for point in entry_points(group=GROUP)}
     if engine not in points:
         known = ", ".join(sorted(points)) or "none: install the distribution dflash-plugins"
@@ -247,7 +248,9 @@ class WorkerProcess:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
     def _ask(self, request: Mapping[str, Any], progress: Callable[[int, int], None] | None) -> Any:
@@ -256,18 +259,18 @@ class WorkerProcess:
             self._process.stdin.write(json.dumps(request).encode() + b"\n")
             self._process.stdin.flush()
         except (OSError, ValueError) as error:
-            raise EngineFailed(self._obituary()) from error
+            raise EngineError(self._obituary()) from error
         return self._answer(progress)
 
     def _answer(self, progress: Callable[[int, int], None] | None) -> Any:
         for message in self._messages():
             if "error" in message:
-                raise EngineFailed(f"the engine answered with an error: {message['error']}")
+                raise EngineError(f"the engine answered with an error: {message['error']}")
             if "result" in message:
                 return message["result"]
             if progress is not None:
                 progress(*message["progress"])
-        raise EngineFailed(self._obituary())
+        raise EngineError(self._obituary())
 
     def _messages(self) -> Iterator[dict[str, Any]]:
         assert self._process.stdout is not None
@@ -283,7 +286,9 @@ class WorkerProcess:
         self._log.seek(0)
         lines = [line for line in self._log.read().decode(errors="replace").splitlines() if line.strip()]
         tail = "\n".join(f"  {line}" for line in lines[-LOG_TAIL_LINES:]) or "  (it wrote nothing)"
-        return f"the engine process ended unexpectedly (exit status {self._process.returncode}); its last lines:\n{tail}"
+        return (
+            f"the engine process ended unexpectedly (exit status {self._process.returncode}); its last lines:\n{tail}"
+        )
 
 
 def flag_differences(plain: Hello, speculative: Hello) -> dict[str, tuple[Any, Any]]:
@@ -302,54 +307,12 @@ def require_comparable(plain: Hello, speculative: Hello) -> None:
         raise BadInput(f"A/B differs in {len(differing)} flags besides speculation: {listed}")
 
 
-class PromptItem(_Record):
-    """One prompt of a file: a text, or ready token ids."""
-
-    id: str
-    set: str = ""
-    prompt: str | None = None
-    ids: tuple[int, ...] | None = Field(default=None, min_length=1)
-
-
-def load_prompts(path: Path) -> tuple[PromptItem, ...]:
-    """Prompts of a ``.jsonl`` file (objects with ``prompt`` or ``ids``) or of a text file (one per line).
-
-    Raises BadInput naming the file and every line that cannot be used.
-    """
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise BadInput(f"cannot read prompts from {path}: {error}") from error
-    numbered = [(number, line) for number, line in enumerate(lines, start=1) if line.strip()]
-    if not numbered:
-        raise BadInput(f"{path} holds no prompts")
-    if path.suffix != ".jsonl":
-        return tuple(PromptItem(id=str(number), prompt=line) for number, line in numbered)
-    return _jsonl_prompts(path, numbered)
-
-
-def _jsonl_prompts(path: Path, numbered: Sequence[tuple[int, str]]) -> tuple[PromptItem, ...]:
-    items, faults = [], []
-    for number, line in numbered:
-        try:
-            item = PromptItem.model_validate({"id": str(number)} | json.loads(line))
-        except (ValidationError, ValueError, TypeError) as error:
-            faults.append(f"  line {number}: {str(error).splitlines()[0]}")
-            continue
-        if (item.prompt is None) == (item.ids is None):
-            faults.append(f"  line {number}: give either prompt or ids")
-        items.append(item)
-    if faults:
-        raise BadInput(f"{path} is not a prompt file:\n" + "\n".join(faults))
-    return tuple(items)
-
-
-def encode_prompts(session: EngineSession, items: Sequence[PromptItem], room: int, limit: int) -> list[list[int]]:
+def encode_prompts(session: EngineSession, prompts: Sequence[Prompt], room: int, limit: int) -> list[list[int]]:
     """Token ids of the prompts; raises BadInput naming those that leave no ``room`` tokens below ``limit``."""
-    texts = [item.prompt for item in items if item.prompt is not None]
+    texts = [prompt.prompt for prompt in prompts if prompt.prompt is not None]
     encoded = iter(session.encode(texts) if texts else [])
-    ids = [list(item.ids) if item.ids is not None else next(encoded) for item in items]
-    long = [f"{item.id} ({len(row)})" for item, row in zip(items, ids, strict=True) if len(row) + room > limit]
+    ids = [list(prompt.ids) if prompt.ids is not None else next(encoded) for prompt in prompts]
+    long = [f"{prompt.id} ({len(row)})" for prompt, row in zip(prompts, ids, strict=True) if len(row) + room > limit]
     if long:
         raise BadInput(f"prompts too long for {room} more tokens within {limit}: {', '.join(long)}")
     return ids

@@ -25,13 +25,11 @@ class VllmDriver:
         """See ``EngineDriver.start``."""
         argv = [sys.executable, "-m", "vllm_ext.worker"]
         # Whoever has set vLLM's own log level wants to read that log.
-        return WorkerProcess(
-            argv, config, worker_environment(os.environ), verbose="VLLM_LOGGING_LEVEL" in os.environ
-        )
+        return WorkerProcess(argv, config, worker_environment(os.environ), verbose="VLLM_LOGGING_LEVEL" in os.environ)
 
 
 def worker_environment(parent: Mapping[str, str]) -> dict[str, str]:
-    """The parent's environment with what an in-process engine needs. What the user has set wins, except the two musts."""
+    """The parent's environment with what an in-process engine needs. What the user has set wins but for two musts."""
     defaults = {
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_LOGGING_LEVEL": "WARNING",

@@ -27,7 +27,7 @@ COUNTERS = {
 
 
 class Channel:
-    """Requests in, answers out. The parent closing its end means that nobody waits any more: the process ends at once."""
+    """Requests in, answers out. When the parent closes its end nobody waits any more, and the process ends at once."""
 
     def __init__(self) -> None:
         self._answers: IO[str] = os.fdopen(os.dup(1), "w", encoding="utf-8")
@@ -92,7 +92,8 @@ class Worker:
         if not getattr(tokenizer, "chat_template", None):
             return [list(tokenizer.encode(text)) for text in texts]
         messages = [[{"role": "user", "content": text}] for text in texts]
-        rendered = [tokenizer.apply_chat_template(m, tokenize=False, add_generation_prompt=True) for m in messages]
+        template: Any = tokenizer.apply_chat_template
+        rendered = [template(m, tokenize=False, add_generation_prompt=True) for m in messages]
         return [list(tokenizer.encode(text, add_special_tokens=False)) for text in rendered]
 
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> Generated:
@@ -106,12 +107,12 @@ class Worker:
         before = self._counters()
         began = time.perf_counter()
         outputs = self._llm.generate(
-            [{"prompt_token_ids": list(prompt)} for prompt in prompts],
+            [list(prompt) for prompt in prompts],
             params,
             use_tqdm=self._bar,
         )
         seconds = time.perf_counter() - began
-        completions = tuple(tuple(completion(sample) for sample in output.outputs) for output in outputs)
+        completions = tuple(completion(output.outputs[0]) for output in outputs)
         return Generated(completions=completions, seconds=seconds, counters=difference(before, self._counters()))
 
     def _bar(self, iterable: Any = None, *, total: int = 0, **_: Any) -> Any:
@@ -127,7 +128,7 @@ class Worker:
 
 
 def engine_arguments(config: EngineConfig) -> dict[str, Any]:
-    """Arguments of ``vllm.LLM``. Raw logits are asked for so that a gap can be held against one unit in the last place."""
+    """Arguments of ``vllm.LLM``. Logits are asked for raw: a gap is held against a unit in the last place."""
     from vllm.platforms import current_platform
 
     arguments: dict[str, Any] = {
@@ -179,11 +180,11 @@ def completion(sample: Any) -> Completion:
     """One vLLM ``CompletionOutput`` as the core's record."""
     logits = None
     if sample.logprobs is not None:
-        rows = [sorted(((i, entry.logprob) for i, entry in row.items()), key=lambda p: -p[1]) for row in sample.logprobs]
+        rows = [
+            sorted(((i, entry.logprob) for i, entry in row.items()), key=lambda p: -p[1]) for row in sample.logprobs
+        ]
         logits = tuple(tuple(row) for row in rows)
-    return Completion(
-        ids=tuple(sample.token_ids), text=sample.text, finish_reason=sample.finish_reason, logits=logits
-    )
+    return Completion(ids=tuple(sample.token_ids), text=sample.text, finish_reason=sample.finish_reason, logits=logits)
 
 
 def difference(before: Counters, after: Counters) -> Counters:
