@@ -13,11 +13,13 @@ import traceback
 from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Protocol
 
 import typer
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from dflash_plugins.driver import Progress
     from dflash_plugins.train.run import TrainReport
 
@@ -36,6 +38,15 @@ models = typer.Typer(
 app.add_typer(models, name="models")
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout.")]
+K = Annotated[
+    int | None, typer.Option("--k", min=1, metavar="N", help="Proposals per round, the same on every engine.")
+]
+Settings = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set", metavar="KEY=VALUE", help="A flag of the engine, with underscores; for train, of the recipe."
+    ),
+]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -138,6 +149,95 @@ def models_fetch(
 
 
 @app.command()
+def demo(
+    engine: Annotated[str, typer.Option(metavar="E", help="The engine that decodes.")] = "vllm",
+    k: K = None,
+    as_json: AsJson = False,
+) -> int:
+    """Decode nine fixed prompts with the embedded target, plainly and with its drafters, and compare text and speed."""
+    from dflash_plugins.demo import TARGET, run
+    from dflash_plugins.driver import find_driver
+    from dflash_plugins.pairs import resolve
+
+    with _quiet_stdout(), _progress() as report:
+        find_driver(engine)  # before a download: without the engine there is nothing to show
+        resolve(TARGET, report=report)
+        result = run(engine, k, progress=report)
+    return _finish(result, as_json)
+
+
+@app.command()
+def prove(
+    engine: Annotated[str, typer.Option(metavar="E", help="The engine to run.")],
+    target: Annotated[str, typer.Option(metavar="T", help="Folder of the target, or its embedded name.")],
+    draft: Annotated[str, typer.Option(metavar="D", help="Folder of the drafter, or its embedded name.")],
+    k: K = None,
+    prompts: Annotated[
+        str | None, typer.Option(metavar="FILE", help="JSONL or text file, or an embedded set: demo, prove.")
+    ] = None,
+    max_tokens: Annotated[int, typer.Option(metavar="N", help="Tokens to generate per prompt.")] = 128,
+    temperature: Annotated[float, typer.Option(metavar="X", help="Above 0 the distributions are tested.")] = 0.0,
+    concurrency: Annotated[int, typer.Option(metavar="C", help="Largest batch.")] = 1,
+    dtype: Annotated[str, typer.Option(help="Of weights and activations in both engines.")] = "float32",
+    drafter_independence: Annotated[
+        bool, typer.Option("--drafter-independence", help="Compare with a drafter of shuffled weights, too.")
+    ] = False,
+    samples: Annotated[int, typer.Option(metavar="N", help="Per prompt and arm when sampling.")] = 1000,
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Generate on after the end of text.")] = False,
+    seed: Annotated[int, typer.Option(help="Of the engines.")] = 0,
+    settings: Settings = None,
+    as_json: AsJson = False,
+) -> int:
+    """Run a real engine without and with speculation on the same prompts, and judge whether anything changed."""
+    extra = _parse_settings(settings or [])
+    from dflash_plugins.driver import find_driver
+    from dflash_plugins.pairs import resolve
+    from dflash_plugins.prove import run
+
+    with _quiet_stdout(), _progress() as report:
+        driver = find_driver(engine)
+        result = run(
+            engine,
+            resolve(target, report=report),
+            resolve(draft, report=report),
+            k=k,
+            prompts=prompts,
+            max_tokens=max_tokens,
+            temperature=temperature,
+            concurrency=concurrency,
+            dtype=dtype,
+            drafter_independence=drafter_independence,
+            samples=samples,
+            ignore_eos=ignore_eos,
+            seed=seed,
+            extra=extra,
+            progress=report,
+            driver=driver,
+        )
+    return _finish(result, as_json)
+
+
+class _Report(Protocol):
+    """What a command on top of an engine answers with."""
+
+    @property
+    def exit_code(self) -> int: ...
+    def render(self, console: Console) -> None: ...
+    def model_dump_json(self, *, indent: int) -> str: ...
+
+
+def _finish(report: _Report, as_json: bool) -> int:
+    """Shows a report on stdout; exit 1 where its answer is bad."""
+    from rich.console import Console
+
+    if as_json:
+        print(report.model_dump_json(indent=1), flush=True)
+    else:
+        report.render(Console())
+    return report.exit_code
+
+
+@app.command()
 def train(
     target: Annotated[str, typer.Option(metavar="T", help="Folder of the target, or its embedded name.")],
     data: Annotated[Path, typer.Option(metavar="FOLDER", help="Features of the target's own answers.")],
@@ -147,9 +247,7 @@ def train(
     minutes: Annotated[
         float | None, typer.Option(min=0, help="End this leg after so long; run again to go on.")
     ] = None,
-    settings: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="A field of the recipe.")
-    ] = None,
+    settings: Settings = None,
     as_json: AsJson = False,
 ) -> int:
     """Train a drafter, in legs that go on where the last one ended, and export it in the layout that engines load."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+from pydantic import BaseModel
 
 from dflash_plugins import cli
 from dflash_plugins.errors import Refused
@@ -80,6 +81,11 @@ def test_fetch_prints_the_path_and_keeps_stdout_clean(capsys, monkeypatch, tmp_p
         (["models", "fetch"], "NAME"),
         (["bogus"], "bogus"),
         (["models", "list", "--bogus"], "--bogus"),
+        (["demo", "--engine", "nope"], "'nope'"),
+        (["demo", "--k", "0"], "--k"),
+        (["prove", "--engine", "nope", "--target", "x", "--draft", "y"], "'nope'"),
+        (["prove", "--engine", "nope", "--target", "x", "--draft", "y", "--set", "a"], "KEY=VALUE"),
+        (["prove"], "--engine"),
         (["train", "--target", "nowhere", "--data", "x", "--out", "y"], "nowhere"),
         (["train", "--target", "x"], "--data"),
         (["train", "--target", ".", "--data", "x", "--out", "y", "--set", "a", "--set", "=1"], "a, =1"),
@@ -137,6 +143,70 @@ def test_an_interruption_is_130(monkeypatch):
 
     monkeypatch.setattr("dflash_plugins.pairs.listing", interrupt)
     assert cli.main(["models", "list"]) == 130
+
+
+class Report(BaseModel):
+    """Stands in for what a command on top of an engine answers with."""
+
+    lossless: bool
+
+    @property
+    def exit_code(self) -> int:
+        return 0 if self.lossless else 1
+
+    def render(self, console) -> None:
+        console.print("for people")
+
+
+@pytest.fixture
+def engine(monkeypatch):
+    """An engine that is there, and commands on top of it that answer at once. Returns what they were called with."""
+    calls: list[dict] = []
+
+    def run(*arguments, **options):
+        calls.append({"arguments": arguments, **options})
+        print("an engine that talks")
+        options["progress"]("stage", 1, 2)
+        return Report(lossless=options.get("seed", 0) == 0)
+
+    monkeypatch.setattr("dflash_plugins.driver.find_driver", lambda name: f"driver of {name}")
+    monkeypatch.setattr("dflash_plugins.pairs.resolve", lambda name, report=None: f"/models/{name}")
+    monkeypatch.setattr("dflash_plugins.prove.run", run)
+    monkeypatch.setattr("dflash_plugins.demo.run", run)
+    return calls
+
+
+PROVE = ["prove", "--engine", "e", "--target", "t", "--draft", "d"]
+
+
+def test_prove_passes_everything_on(engine, capsys):
+    given = "--k 3 --prompts demo --max-tokens 7 --temperature 0.5 --concurrency 8 --dtype bfloat16 --samples 9"
+    assert (
+        cli.main([*PROVE, *given.split(), "--drafter-independence", "--ignore-eos", "--set", "max_model_len=64"]) == 0
+    )
+    (call,) = engine
+    assert call.pop("arguments") == ("e", "/models/t", "/models/d")
+    assert callable(call.pop("progress"))
+    assert call == {
+        **{"k": 3, "prompts": "demo", "max_tokens": 7, "temperature": 0.5, "concurrency": 8, "dtype": "bfloat16"},
+        **{"samples": 9, "drafter_independence": True, "ignore_eos": True, "seed": 0, "extra": {"max_model_len": 64}},
+        "driver": "driver of e",
+    }
+    shown = capsys.readouterr()
+    assert shown.out == "for people\n"
+    assert "an engine that talks" in shown.err
+
+
+@pytest.mark.parametrize(("seed", "code"), [("0", 0), ("1", 1)])
+def test_a_bad_answer_is_exit_1_with_its_document(engine, capsys, seed, code):
+    assert cli.main([*PROVE, "--seed", seed, "--json"]) == code
+    assert json.loads(capsys.readouterr().out) == {"lossless": code == 0}
+
+
+def test_demo_has_the_target_at_hand_before_it_starts(engine, capsys):
+    assert cli.main(["demo", "--k", "2", "--json"]) == 0
+    assert engine[0]["arguments"] == ("vllm", 2)
+    assert json.loads(capsys.readouterr().out) == {"lossless": True}
 
 
 def test_a_missing_extra_is_named(monkeypatch, capsys):
