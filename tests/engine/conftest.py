@@ -1,0 +1,62 @@
+"""Runs engine jobs in processes of their own, with the plugin visible as an installed distribution would make it."""
+
+import json
+import os
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+
+
+def write_distribution(site: Path) -> Path:
+    """Metadata with the entry points of pyproject.toml, so that the checkout need not be installed."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    info = site / "dflash_plugins-0.0.0.dist-info"
+    info.mkdir(parents=True)
+    info.joinpath("METADATA").write_text("Metadata-Version: 2.1\nName: dflash-plugins\nVersion: 0.0.0\n")
+    groups = [
+        f"[{group}]\n" + "".join(f"{name} = {value}\n" for name, value in entries.items())
+        for group, entries in project["entry-points"].items()
+    ]
+    info.joinpath("entry_points.txt").write_text("\n".join(groups))
+    return site
+
+
+@pytest.fixture(scope="session")
+def run_job(tmp_path_factory):
+    """``run_job(name, **arguments)`` runs a job of engine_jobs.py and returns what it wrote, its log beside it."""
+    pytest.importorskip("vllm")
+    base = tmp_path_factory.mktemp("jobs")
+    site = write_distribution(base / "site")
+    paths = [str(site), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    settings = {
+        "PYTHONPATH": os.pathsep.join(paths),
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": "1",
+    }
+
+    def run(name, *, environment=None, check=True, **arguments):
+        out = base / f"{name}-{len(list(base.iterdir()))}.json"
+        argv = [
+            sys.executable,
+            str(HERE / "engine_jobs.py"),
+            name,
+            json.dumps(arguments | {"out": str(out)}, default=str),
+        ]
+        done = subprocess.run(
+            argv, env=os.environ | settings | (environment or {}), capture_output=True, text=True, timeout=900
+        )
+        log = done.stdout + done.stderr
+        if check and done.returncode:
+            pytest.fail(f"job {name} ended with {done.returncode}:\n{log[-6000:]}", pytrace=False)
+        return (json.loads(out.read_text()) if out.exists() else {}) | {"log": log, "returncode": done.returncode}
+
+    return run
