@@ -29,6 +29,11 @@ class OneHot:
         token = ids.gather(1, slots[:, None]).clamp(min=0)
         return torch.zeros(len(slots), vocab_size, device=ids.device).scatter_(1, token, 1.0)
 
+    def residual(self, p: Tensor, ids: Tensor, slots: Tensor, rejected: Tensor) -> Tensor:
+        """[p-q]+ of slot `slots` [R] where `rejected` [R] bool, else p; `p` [R, V] fp32 -> [R, V], not normalised."""
+        token = ids.gather(1, slots[:, None]).clamp(min=0)
+        return p.scatter(1, token, p.gather(1, token).masked_fill(rejected[:, None], 0.0))
+
 
 @dataclass(frozen=True)
 class Dense:
@@ -43,6 +48,11 @@ class Dense:
     def row(self, ids: Tensor, slots: Tensor, vocab_size: int) -> Tensor:
         """The whole q of one slot per request, `slots` [R]: [R, V] fp32."""
         return self.probs[torch.arange(len(slots), device=slots.device), slots]
+
+    def residual(self, p: Tensor, ids: Tensor, slots: Tensor, rejected: Tensor) -> Tensor:
+        """[p-q]+ of slot `slots` [R] where `rejected` [R] bool, else p; `p` [R, V] fp32 -> [R, V], not normalised."""
+        q = self.row(ids, slots, p.shape[1]).masked_fill(~rejected[:, None], 0.0)
+        return (p - q).clamp_(min=0)
 
 
 @dataclass(frozen=True)
@@ -62,10 +72,22 @@ class Sparse:
 
     def row(self, ids: Tensor, slots: Tensor, vocab_size: int) -> Tensor:
         """The whole q of one slot per request, `slots` [R]: [R, V] fp32."""
+        candidates, probs = self._at(slots)
+        return torch.zeros(len(slots), vocab_size, device=ids.device).scatter_add_(1, candidates, probs)
+
+    def residual(self, p: Tensor, ids: Tensor, slots: Tensor, rejected: Tensor) -> Tensor:
+        """[p-q]+ of slot `slots` [R] where `rejected` [R] bool, else p; `p` [R, V] fp32 -> [R, V], not normalised."""
+        candidates, probs = self._at(slots)
+        # An id named twice is written twice, both times with its whole probability, so the order does not matter.
+        same = candidates[:, :, None] == candidates[:, None]
+        q = torch.where(same & rejected[:, None, None], probs[:, None], 0.0).sum(-1)
+        return p.scatter(1, candidates, (p.gather(1, candidates) - q).clamp(min=0))
+
+    def _at(self, slots: Tensor) -> tuple[Tensor, Tensor]:
+        """Candidates and probabilities [R, C] of one slot per request; padding becomes token 0 with probability 0."""
         requests = torch.arange(len(slots), device=slots.device)
         candidates, probs = self.ids[requests, slots], self.probs[requests, slots]
-        weights = torch.where(candidates >= 0, probs, 0.0).float()
-        return torch.zeros(len(slots), vocab_size, device=ids.device).scatter_add_(1, candidates.clamp(min=0), weights)
+        return candidates.clamp(min=0), torch.where(candidates >= 0, probs, 0.0).float()
 
 
 Distribution = OneHot | Dense | Sparse

@@ -93,14 +93,14 @@ class Penalties:
 class SamplingRule:
     """The sampling rules of a batch. A field that no request uses is None and costs nothing.
 
-    temperature [R] fp32 (0: argmax)      top_k [R] int64 (V: off)      top_p, min_p [R] fp32
+    temperature [R] fp32 (0: argmax; None: 1)      top_k [R] int64 (V: off)      top_p, min_p [R] fp32
     penalties   see `Penalties`           bias (ids [R, M] int64, values [R, M] fp32, padded with value 0)
     allowed     [R, K + 1, V] bool, a grammar's mask per row; each row must allow at least one token
     held_back   (ids [R, S] int64, rows [R] int64): in the first `rows` rows those ids are impossible (min_tokens)
     all_greedy, any_greedy: known on the host, so that asking does not synchronise
     """
 
-    temperature: Tensor
+    temperature: Tensor | None
     all_greedy: bool
     any_greedy: bool
     top_k: Tensor | None = None
@@ -115,7 +115,8 @@ class SamplingRule:
     def at(cls, temperature: float, requests: int, device: torch.device | str = "cpu") -> SamplingRule:
         """Plain sampling at one temperature for all requests; 0 is greedy."""
         greedy = temperature < GREEDY_BELOW
-        return cls(torch.full((requests,), temperature, device=device), all_greedy=greedy, any_greedy=greedy)
+        column = None if temperature == 1 else torch.full((requests,), temperature, device=device)
+        return cls(column, all_greedy=greedy, any_greedy=greedy)
 
     @classmethod
     def of(
@@ -140,7 +141,7 @@ class SamplingRule:
 
         top_k = column("top_k", 0, torch.int64)
         return cls(
-            temperature=torch.tensor([sampling.temperature for sampling in samplings], device=device),
+            temperature=column("temperature", 1.0),
             all_greedy=all(sampling.greedy for sampling in samplings),
             any_greedy=any(sampling.greedy for sampling in samplings),
             top_k=None if top_k is None else top_k.masked_fill(top_k == 0, vocab_size),
@@ -163,17 +164,19 @@ def target_probs(logits: Tensor, rule: SamplingRule, proposals: Proposals | None
 
     `proposals` are needed for penalties only; row i then counts the proposals of slots 0..i-1 as if they were output.
     """
-    logits = processed_logits(logits, rule, proposals)
-    greedy = (rule.temperature < GREEDY_BELOW)[:, None, None]
-    scaled = logits / rule.temperature[:, None, None].masked_fill(greedy, 1.0)
+    scaled = processed_logits(logits, rule, proposals)
+    if rule.temperature is not None:
+        divisor = torch.where(rule.temperature < GREEDY_BELOW, 1.0, rule.temperature)[:, None, None]
+        # The caller's logits stay as they are; a copy made on the way is ours to overwrite.
+        scaled = scaled / divisor if scaled is logits else scaled.div_(divisor)
     if rule.min_p is not None:
         floor = scaled.amax(dim=-1, keepdim=True) + rule.min_p.log()[:, None, None]
         scaled = scaled.masked_fill(scaled < floor, LOWEST)
     if rule.top_k is not None or rule.top_p is not None:
         scaled = restrict(scaled, rule.top_k, rule.top_p)
-    if rule.any_greedy:
-        # Among others this keeps temperature-0 requests free of their own top-p: the best token is all they have.
-        others = torch.arange(logits.shape[-1], device=logits.device) != logits.argmax(dim=-1, keepdim=True)
+    if rule.temperature is not None and rule.any_greedy:
+        greedy = (rule.temperature < GREEDY_BELOW)[:, None, None]
+        others = torch.arange(logits.shape[-1], device=logits.device) != scaled.argmax(dim=-1, keepdim=True)
         scaled = scaled.masked_fill(greedy & others, LOWEST)
     return scaled.softmax(dim=-1)
 
@@ -217,12 +220,14 @@ def restrict(logits: Tensor, top_k: Tensor | None, top_p: Tensor | None) -> Tens
 def draw(weights: Tensor, uniforms: Tensor) -> Tensor:
     """One index per row by inverse CDF in fp64: weights [..., V] >= 0 (any sum above 0), uniforms [...] -> [...] int64.
 
-    An index without weight is never drawn, whatever the rounding of the running sum.
+    An index without weight is never drawn. A row without any weight gives some index.
     """
-    reach = weights.double().cumsum(dim=-1).masked_fill(weights <= 0, 0.0)
-    total = reach.amax(dim=-1)
+    reach = weights.cumsum(dim=-1, dtype=torch.float64)
+    total = reach[..., -1]
     mark = torch.minimum(uniforms * total, total.nextafter(torch.zeros_like(total)))
-    return (reach > mark[..., None]).to(torch.uint8).argmax(dim=-1)
+    index = torch.searchsorted(reach, mark[..., None], right=True).clamp_(max=weights.shape[-1] - 1)
+    # A parallel running sum may step back by a rounding and then point at an index that adds nothing.
+    return torch.where(weights.gather(-1, index) > 0, index, weights.argmax(dim=-1, keepdim=True))[..., 0]
 
 
 def _penalised(logits: Tensor, penalties: Penalties, proposals: Proposals | None) -> Tensor:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dflash_plugins.proposals import PADDING, OneHot, Proposals
+from dflash_plugins.proposals import PADDING, Proposals
 from dflash_plugins.sampling import SamplingRule, draw, target_choices, target_probs
 
 
@@ -128,21 +128,16 @@ def accepts(p_of_y: Tensor, q_of_y: Tensor, uniforms: Tensor) -> Tensor:
 def final_weights(proposals: Proposals, target_probs: Tensor, accepted: Tensor, lengths: Tensor) -> Tensor:
     """Unnormalised distribution of the correction or bonus: [R, V] fp32.
 
-    Only the one deciding row of q is ever expanded to the vocabulary, the row of the first rejection.
+    Only the row of the first rejection is read of q, and candidate-sparse q is not expanded at all.
     """
     requests = torch.arange(len(accepted), device=accepted.device)
     p = target_probs[requests, accepted]
     if proposals.num_slots == 0:
         return p
     slots = accepted.clamp(max=proposals.num_slots - 1)
-    if isinstance(proposals.q, OneHot):
-        rejected = proposals.ids.gather(1, slots[:, None]).clamp(min=0)
-        left = p.scatter(1, rejected, 0.0)
-    else:
-        left = (p - proposals.q.row(proposals.ids, slots, p.shape[1])).clamp(min=0)
+    left = proposals.q.residual(p, proposals.ids, slots, accepted < lengths)
     # No mass is left only where p and q differ by rounding; there p itself is the limit.
-    use_p = (accepted >= lengths) | (left.sum(dim=1) <= 0)
-    return torch.where(use_p[:, None], p, left)
+    return torch.where((left.sum(dim=1) <= 0)[:, None], p, left)
 
 
 def verify(proposals: Proposals, target_logits: Tensor, rule: SamplingRule, streams: Streams | Uniforms) -> Verdict:

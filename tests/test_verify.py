@@ -333,7 +333,11 @@ def test_duplicate_candidates_share_their_probability():
     """Candidates (1: .25, 0: .5, 1: .25) are q = (.5, .5, 0)."""
     q = Sparse(torch.tensor([[[1, 0, 1]]]), torch.tensor([[[0.25, 0.5, 0.25]]]))
     assert q.of_proposals(torch.tensor([[1]])).item() == 0.5
-    assert q.row(torch.tensor([[1]]), torch.tensor([0]), 3).tolist() == [[0.5, 0.5, 0.0]]
+    y, slot = torch.tensor([[1]]), torch.tensor([0])
+    assert q.row(y, slot, 3).tolist() == [[0.5, 0.5, 0.0]]
+    p = torch.tensor([[0.25, 0.75, 0.0]])
+    assert q.residual(p, y, slot, torch.tensor([True])).tolist() == [[0.0, 0.25, 0.0]]
+    assert q.residual(p, y, slot, torch.tensor([False])).tolist() == p.tolist()
 
 
 def test_f17_non_finite_drafts_are_dropped_counted_and_alone():
