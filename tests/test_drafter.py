@@ -223,3 +223,16 @@ def test_shapes_never_depend_on_values():
         context = drafter.context_kv(torch.empty(2, 5, 32), torch.zeros(2, 5).long(), torch.zeros(2).long())
         hidden = drafter.hidden(torch.zeros(2, 5).long(), torch.zeros(2, 5).long(), context)
         assert drafter.logits(hidden).shape == (2, 5, 40)
+
+
+def test_an_explicit_mask_does_not_open_padded_columns():
+    """Sequences of other lengths in one training batch: a mask that forgets the padding changes nothing."""
+    raw = tiny.smallest()
+    drafter, features = tiny.drafter(raw), tiny.features(raw, 1, 9)
+    lengths, anchors = torch.tensor([4]), torch.tensor([[6]])
+    ids, positions = block_input_ids(torch.tensor([5]), 39, 4), training_positions(anchors, 5)
+    padded = drafter.context_kv(features, tiny.columns(features), lengths)
+    short = drafter.context_kv(features[:, :4], tiny.columns(features[:, :4]))
+    wide = drafter.hidden(ids, positions, padded, mask=training_mask(anchors, 9, 5), block=5)
+    narrow = drafter.hidden(ids, positions, short, mask=training_mask(anchors, 4, 5), block=5)
+    torch.testing.assert_close(wide, narrow, rtol=0, atol=1e-5)

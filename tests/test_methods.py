@@ -214,3 +214,19 @@ def test_no_method_depends_on_values(name):
             drafter, anchors, anchors, context, K, temperature=torch.empty(2), uniforms=torch.empty(2, K)
         )
         assert got.ids.shape == (2, K)
+
+
+def test_a_row_that_was_not_finite_in_any_pass_is_dropped():
+    raw = looped("dflash", [1])
+    drafter, passes = tiny.drafter(raw), []
+    inner = drafter.logits
+
+    def first_pass_overflows(hidden):
+        passes.append(hidden.shape[1])
+        logits = inner(hidden)
+        return logits.fill_(torch.inf) if len(passes) == 1 else logits
+
+    drafter.logits = first_pass_overflows
+    got = drafted(drafter, raw)
+    assert passes == [1, 3]
+    assert got.dropped.tolist() == [True]
