@@ -87,6 +87,20 @@ class DFlashPluginsDraftModel(DFlashQwen3ForCausalLM):
     def _apply_scales(self, draft_config: DraftConfig) -> None:
         cast(DraftModel, self.model).input_embedding_scale = draft_config.input_embedding_scale
         multiplier, cap = draft_config.output_multiplier, draft_config.final_logit_softcapping
+        if multiplier != 1.0 or cap is not None:
+            scale, soft_cap = engine_order(multiplier * self.logits_processor.scale, cap)
+            self.logits_processor = LogitsProcessor(self.config.draft_vocab_size, scale=scale, soft_cap=soft_cap)
+
+    def _refuse_other_causality(self) -> None:
+        built = tuple(self.get_draft_attn_causal())
+        if built != self.draft_config.causal:
+            message = f"vLLM builds {built} from the same config"
+            mend = "state dflash_config.causal in the drafter's config.json"
+            raise Refused("the drafter", [_error("causality", "causal", self.draft_config.causal, message, mend)])
+
+    def _apply_scales(self, draft_config: DraftConfig) -> None:
+        cast(DraftModel, self.model).input_embedding_scale = draft_config.input_embedding_scale
+        multiplier, cap = draft_config.output_multiplier, draft_config.final_logit_softcapping
         if multiplier == 1.0 and cap is None:
             return
         # The engine caps before it scales, the drafter was trained the other way round:
@@ -138,6 +152,14 @@ class DFlashPluginsDraftModel(DFlashQwen3ForCausalLM):
             f"{config.num_layers} {causal} layers on target layers {list(config.target_layer_ids)}; "
             f"mends: context_k_norm {self.context_k_norm}, expand_kernel {expand_kernel}"
         )
+
+
+def engine_order(multiplier: float, cap: float | None) -> tuple[float, float | None]:
+    """Scale and softcap for the engine, which caps before it scales, where the drafter was trained the other way round.
+
+    cap * tanh(m * x / cap) is its order with the cap divided by m: m * (cap / m) * tanh(x / (cap / m)).
+    """
+    return multiplier, None if cap is None else cap / multiplier
 
 
 def drop_non_finite(logits: torch.Tensor) -> tuple[torch.Tensor, int]:

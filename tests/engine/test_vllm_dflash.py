@@ -1,5 +1,6 @@
 """A real vLLM on a CPU with a tiny random pair: same text, the reference drafter's blocks, the target's law."""
 
+import math
 from itertools import pairwise
 
 import pytest
@@ -14,7 +15,10 @@ K = tiny.BLOCK - 1
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory):
     base = tmp_path_factory.mktemp("pair")
-    raw = tiny.raw_config(max_position_embeddings=4096, num_hidden_layers=3, layer_types=["full_attention"] * 3)
+    # vLLM itself would ignore the scale without a word, which shows in every block.
+    scale = {"input_embedding_scale": 1.5}
+    sizes = {"max_position_embeddings": 4096, "num_hidden_layers": 3, "layer_types": ["full_attention"] * 3}
+    raw = tiny.raw_config(draft=scale, **sizes)
     weights = tiny.tensors(raw)
     # Far apart, so that a layer normed with another layer's weight shows in the tokens.
     for layer in range(3):
@@ -219,9 +223,10 @@ def exact_marginals(target_path, prompt):
 def chi_square_p(counts, expected):
     """Upper tail of Pearson's statistic, cells expected below 5 put together."""
     small = expected < 5
-    counts = torch.cat([counts[~small], counts[small].sum()[None]])
-    expected = torch.cat([expected[~small], expected[small].sum()[None]])
-    statistic = ((counts - expected) ** 2 / expected.clamp_min(1e-9)).sum()
+    if bool(small.any()):
+        counts = torch.cat([counts[~small], counts[small].sum()[None]])
+        expected = torch.cat([expected[~small], expected[small].sum()[None]])
+    statistic = ((counts - expected) ** 2 / expected).sum()
     freedom = torch.tensor((len(counts) - 1) / 2, dtype=torch.float64)
     return float(torch.special.gammaincc(freedom, statistic / 2))
 
@@ -265,6 +270,13 @@ def test_rows_that_are_not_finite_are_drafted_uniformly_and_counted(module):
     kept, dropped = module.drop_non_finite(logits)
     assert dropped == 3
     assert kept.tolist() == [[1.0, 2.0], [0.0, 0.0], [0.0, 0.0], [0.0, 0.0], [-inf, 3.0]]
+
+
+def test_the_engines_cap_and_scale_give_the_drafters_scale_and_cap(module):
+    """x 3, multiplier 2, cap 4: 4 * tanh(6 / 4) = 3.6206; capped first it would be 2 * 4 * tanh(3 / 4) = 5.0812."""
+    scale, soft_cap = module.engine_order(2.0, 4.0)
+    assert math.tanh(3 / soft_cap) * soft_cap * scale == pytest.approx(3.6206, abs=1e-4)
+    assert module.engine_order(2.0, None) == (2.0, None)
 
 
 def test_a_parameter_the_loader_left_out_is_refused_by_name(module):
