@@ -42,7 +42,6 @@ TARGET = "smollm2-135m"
 DTYPE = "bfloat16"
 TOKENS = 128
 ALTERNATIONS = 5
-MAX_MODEL_LEN = 2048
 # Four rows are verified for the price of one on a CPU; the last slots of a whole block of eight are hardly ever
 # accepted.
 SERVED_K = {"dflash": 3, "dflash2": 3, "dloop": 3}
@@ -166,7 +165,7 @@ def run(
             sessions.append(stack.enter_context(driver.start(contestant.config)))
             require_comparable(sessions[0].hello, sessions[-1].hello)
         progress("starting engines", len(contestants), len(contestants))
-        ids = encode_prompts(sessions[0], prompts, tokens, contestants[0].config.max_model_len)
+        ids = encode_prompts(sessions[0], prompts, tokens)
         tracks = alternate(sessions, ids, Sampling(max_tokens=tokens, ignore_eos=True), alternations, progress)
         runs = tuple(
             _run(sessions[0], contestant, prompts, ids, tracks[0], track)
@@ -193,9 +192,9 @@ def embedded_contestants(engine: str, k: int | None) -> tuple[tuple[Contestant, 
     findings: list[Finding] = []
     drafters = [drafter for drafter in DRAFTERS.values() if drafter.target == TARGET]
     for drafter in drafters:
-        pair, found = check_inputs(engine, TARGET, drafter.name, k or SERVED_K[drafter.method])
+        pair, found = check_inputs(engine, TARGET, drafter.name, k or SERVED_K[drafter.method], {})
         findings += found
-        config = EngineConfig(**pair, dtype=DTYPE, max_model_len=MAX_MODEL_LEN, memory_share=1 / (len(drafters) + 1))
+        config = EngineConfig(**pair, dtype=DTYPE, memory_share=1 / (len(drafters) + 1))
         drafted.append(Contestant(drafter.method, _mode(pair["draft"]), config))
     if not drafted:
         raise BadInput(f"no drafter for {TARGET} is in the catalogue")

@@ -78,7 +78,10 @@ class Sampling(_Record):
 
 
 class Hello(_Record):
-    """First answer of a worker: what runs, and the flags in force after the engine's own defaults."""
+    """First answer of a worker: what runs, and the flags in force after the engine's own defaults.
+
+    ``flags`` holds what decides the computation besides speculation and the seed, ``max_model_len`` among it.
+    """
 
     engine: str
     version: str
@@ -307,8 +310,9 @@ def require_comparable(plain: Hello, speculative: Hello) -> None:
         raise BadInput(f"A/B differs in {len(differing)} flags besides speculation: {listed}")
 
 
-def encode_prompts(session: EngineSession, prompts: Sequence[Prompt], room: int, limit: int) -> list[list[int]]:
-    """Token ids of the prompts; raises BadInput naming those that leave no ``room`` tokens below ``limit``."""
+def encode_prompts(session: EngineSession, prompts: Sequence[Prompt], room: int) -> list[list[int]]:
+    """Token ids of the prompts; raises BadInput naming those that leave no ``room`` tokens in the engine."""
+    limit = int(session.hello.flags["max_model_len"])
     texts = [prompt.prompt for prompt in prompts if prompt.prompt is not None]
     encoded = iter(session.encode(texts) if texts else [])
     ids = [list(prompt.ids) if prompt.ids is not None else next(encoded) for prompt in prompts]

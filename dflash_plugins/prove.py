@@ -44,6 +44,8 @@ SAMPLED_PROMPTS = 4
 # others.
 SAMPLED_TOKENS = 5
 SAMPLED_CONCURRENCY = 64
+# Every sample computes its prompt again where the prefix cache has large blocks. Any context will do for a distribution.
+SAMPLED_CONTEXT = 24
 
 
 class Comparison(BaseModel):
@@ -131,21 +133,20 @@ def run(
 
     ``k`` counts proposals (default: the trained block's), ``prompts`` is a file or an embedded set (default: 60 prompts
     when greedy, four of the demo's when sampling), ``concurrency`` the largest batch. When sampling, ``samples``
-    continuations of ``SAMPLED_TOKENS`` tokens are drawn per prompt and arm, at least ``SAMPLED_CONCURRENCY`` at once;
-    ``max_tokens`` is not used. ``drafter_independence`` repeats the greedy comparison with the drafter's weights
-    shuffled. ``extra`` holds arguments under the engine's own names. Raises BadInput, Refused, EngineMissing or
-    EngineError.
+    continuations of ``SAMPLED_TOKENS`` tokens are drawn per prompt and arm, after the prompt's last
+    ``SAMPLED_CONTEXT`` tokens and at least ``SAMPLED_CONCURRENCY`` at once; ``max_tokens`` is not used.
+    ``drafter_independence`` repeats the greedy comparison with the drafter's weights shuffled. ``extra`` holds
+    arguments under the engine's own names. Raises BadInput, Refused, EngineMissing or EngineError.
     """
     sampling = temperature > 0
     _require_arguments(max_tokens, temperature, concurrency, samples, drafter_independence)
     names = load_prompts(prompts if prompts is not None else "demo" if sampling else "prove")
-    pair, findings = check_inputs(engine, target, draft, k)
+    pair, findings = check_inputs(engine, target, draft, k, extra or {})
     config = EngineConfig(
         **pair,
         dtype=dtype,
         draft_sample_method="probabilistic" if sampling else "greedy",
         max_num_seqs=max(concurrency, SAMPLED_CONCURRENCY) if sampling else concurrency,
-        max_model_len=MAX_MODEL_LEN,
         seed=seed,
         memory_share=0.5,
         extra=extra or {},
@@ -177,14 +178,21 @@ def _require_arguments(
 
 
 def check_inputs(
-    engine: str, target: str | Path, draft: str | Path, k: int | None
+    engine: str, target: str | Path, draft: str | Path, k: int | None, settings: Mapping[str, Any]
 ) -> tuple[dict[str, Any], tuple[Finding, ...]]:
-    """``target``, ``draft`` and ``k`` of an EngineConfig, and the warnings; raises Refused before any engine."""
+    """Target, draft, k and length of an EngineConfig, and the warnings; raises Refused before any engine starts."""
     target_path, draft_path = resolve(str(target)), resolve(str(draft))
-    report = inspect_pair(draft_path, target_path, k=k, engine=engine)
+    report = inspect_pair(draft_path, target_path, k=k, engine=engine, settings=settings)
     draft_config = report.require()
+    limit = (report.target and report.target.max_position_embeddings) or MAX_MODEL_LEN
     warnings = tuple(f for f in report.findings if f.severity is Severity.WARNING)
-    return {"target": str(target_path), "draft": str(draft_path), "k": k or draft_config.k}, warnings
+    pair = {
+        "target": str(target_path),
+        "draft": str(draft_path),
+        "k": draft_config.k if k is None else k,
+        "max_model_len": min(limit, MAX_MODEL_LEN),
+    }
+    return pair, warnings
 
 
 @contextlib.contextmanager
@@ -193,7 +201,7 @@ def _plain_session(job: Job, room: int) -> Iterator[tuple[EngineSession, list[li
     job.progress("starting the plain engine", 0, 1)
     with job.driver.start(job.config.plain()) as session:
         job.progress("starting the plain engine", 1, 1)
-        yield session, encode_prompts(session, job.prompts, room, job.config.max_model_len)
+        yield session, encode_prompts(session, job.prompts, room)
 
 
 @contextlib.contextmanager
@@ -250,7 +258,7 @@ def _prove_sampled(job: Job, temperature: float, samples: int) -> ProveReport:
     job = Job(job.driver, job.config, chosen, job.findings, job.progress)
     how = Sampling(temperature=temperature, max_tokens=SAMPLED_TOKENS, ignore_eos=True)
     with _plain_session(job, SAMPLED_TOKENS) as (plain, ids):
-        repeated = [row for row in ids for _ in range(samples)]
+        repeated = [row[-SAMPLED_CONTEXT:] for row in ids for _ in range(samples)]
         first = _generate(job, plain, "plain samples", repeated, how)
         # Independent arms: with one seed both would draw the same first tokens.
         config = job.config.model_copy(update={"seed": job.config.seed + 1})

@@ -13,6 +13,7 @@ import math
 import statistics
 from collections import Counter
 from collections.abc import Sequence
+from functools import cache
 from typing import TYPE_CHECKING
 
 from pydantic import BaseModel, ConfigDict
@@ -153,6 +154,7 @@ def smallest_detectable_tv(samples: int, degrees: int, alpha: float = ALPHA, pow
     return min(1.0, math.sqrt(needed_noncentrality(degrees, alpha, power) / (2 * samples)))
 
 
+@cache
 def needed_noncentrality(degrees: int, alpha: float, power: float) -> float:
     """Noncentrality at which a chi-square test of level ``alpha`` rejects with chance ``power`` (simulated, 2 %)."""
     import numpy as np

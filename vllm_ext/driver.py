@@ -8,6 +8,12 @@ import sys
 from collections.abc import Mapping
 
 from dflash_plugins.driver import EngineConfig, WorkerProcess
+from dflash_plugins.errors import BadInput
+
+OWN_OPTIONS = frozenset(
+    {"disable_log_stats", "dtype", "logprobs_mode", "max_num_seqs", "model", "num_speculative_tokens", "seed"}
+    | {"speculative_config"}
+)
 
 
 class VllmDriver:
@@ -23,6 +29,8 @@ class VllmDriver:
 
     def start(self, config: EngineConfig) -> WorkerProcess:
         """See ``EngineDriver.start``."""
+        if taken := sorted(OWN_OPTIONS & set(config.extra)):
+            raise BadInput(f"engine flags that the command decides, use its own options: {', '.join(taken)}")
         argv = [sys.executable, "-m", "vllm_ext.worker"]
         # Whoever has set vLLM's own log level wants to read that log.
         return WorkerProcess(argv, config, worker_environment(os.environ), verbose="VLLM_LOGGING_LEVEL" in os.environ)
