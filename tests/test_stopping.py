@@ -69,6 +69,7 @@ def test_min_tokens_hold_the_stop_back():
     assert cut_emitted([EOS, 5, EOS, 6], max_new=9, eos_ids=EOS, min_new=2) == ([EOS, 5, EOS], "stop")
     assert cut_emitted([EOS, 5], max_new=9, eos_ids=EOS, min_new=2) == ([EOS, 5], None)
     assert cut_emitted([5, 9, 6], max_new=9, stop_ids=[9], min_new=1) == ([5, 9], "stop")
+    assert cut_emitted([5, EOS, 6], max_new=9, eos_ids=EOS, min_new=2) == ([5, EOS, 6], None)  # only one came before
 
 
 def test_stop_string_across_tokens_keeps_the_token_that_completes_it():
