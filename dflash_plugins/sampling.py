@@ -95,8 +95,7 @@ class SamplingRule:
 
     temperature [R] fp32 (0: argmax; None: 1)      top_k [R] int64 (V: off)      top_p, min_p [R] fp32
     penalties   see `Penalties`           bias (ids [R, M] int64, values [R, M] fp32, padded with value 0)
-    allowed     [R, K + 1, V] bool, a grammar's mask per row; each row must allow at least one token
-    held_back   (ids [R, S] int64, rows [R] int64): in the first `rows` rows those ids are impossible (min_tokens)
+    allowed     [R, K + 1, V] bool, a mask per row (grammar, min_tokens); each row must allow a token
     all_greedy, any_greedy: known on the host, so that asking does not synchronise
     """
 
@@ -109,7 +108,6 @@ class SamplingRule:
     penalties: Penalties | None = None
     bias: tuple[Tensor, Tensor] | None = None
     allowed: Tensor | None = None
-    held_back: tuple[Tensor, Tensor] | None = None
 
     @classmethod
     def at(cls, temperature: float, requests: int, device: torch.device | str = "cpu") -> SamplingRule:
@@ -127,13 +125,9 @@ class SamplingRule:
         prompts: Sequence[Sequence[int]] | None = None,
         outputs: Sequence[Sequence[int]] | None = None,
         allowed: Tensor | None = None,
-        held_back: Sequence[tuple[Sequence[int], int]] | None = None,
         device: torch.device | str = "cpu",
     ) -> SamplingRule:
-        """Tensors from one record per request; prompts and outputs (token ids) are needed where a penalty is set.
-
-        `held_back` gives each request's stop ids and how many tokens must still come before one of them.
-        """
+        """Tensors from one record per request; prompts and outputs (token ids) are needed where a penalty is set."""
 
         def column(name: str, off: float, dtype: torch.dtype = torch.float32) -> Tensor | None:
             values = [getattr(sampling, name) for sampling in samplings]
@@ -150,7 +144,6 @@ class SamplingRule:
             penalties=_penalties(samplings, vocab_size, prompts, outputs, device),
             bias=_bias(samplings, vocab_size, device),
             allowed=allowed,
-            held_back=_held_back(held_back, device),
         )
 
 
@@ -187,10 +180,6 @@ def processed_logits(logits: Tensor, rule: SamplingRule, proposals: Proposals | 
     if rule.bias is not None:
         ids, values = (part[:, None].expand(-1, logits.shape[1], -1) for part in rule.bias)
         logits = logits.scatter_add(2, ids, values)
-    if rule.held_back is not None:
-        ids = rule.held_back[0][:, None].expand(-1, logits.shape[1], -1)
-        early = torch.arange(logits.shape[1], device=logits.device) < rule.held_back[1][:, None]
-        logits = logits.scatter(2, ids, logits.gather(2, ids).masked_fill(early[..., None], LOWEST))
     if rule.penalties is not None:
         logits = _penalised(logits, rule.penalties, proposals)
     if rule.allowed is not None:
@@ -292,15 +281,3 @@ def _bias(samplings: Sequence[Sampling], vocab_size: int, device: torch.device |
     ]
     ids = torch.tensor([[token for token, _ in row] for row in padded], device=device)
     return ids, torch.tensor([[bias for _, bias in row] for row in padded], device=device)
-
-
-def _held_back(
-    requests: Sequence[tuple[Sequence[int], int]] | None, device: torch.device | str
-) -> tuple[Tensor, Tensor] | None:
-    if requests is None or not any(ids and rows > 0 for ids, rows in requests):
-        return None
-    width = max(len(ids) for ids, _ in requests)
-    # Padding repeats an id of the same request; one that has none holds nothing back.
-    padded = [[*ids, *[ids[0] if ids else 0] * (width - len(ids))] for ids, _ in requests]
-    rows = [rows if ids else 0 for ids, rows in requests]
-    return torch.tensor(padded, device=device), torch.tensor(rows, device=device)

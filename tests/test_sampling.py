@@ -104,17 +104,6 @@ def test_grammar_mask_decides_each_row_also_the_greedy_one():
         assert rows == [pytest.approx(values, abs=1e-6) for values in expected]
 
 
-def test_stop_ids_are_held_back_until_min_tokens():
-    """Two more tokens are required: rows 0 and 1 cannot end, row 2 can. The second request may end at once."""
-    rule = SamplingRule.of([Sampling(temperature=0)] * 3, vocab_size=4, held_back=[((1, 3), 2), ((2,), 0), ((), 5)])
-    choices = target_choices(logits_of(0.2, 0.5, 0.1, 0.25).expand(3, 3, 4), rule)
-    assert choices.tolist() == [[0, 0, 1], [1, 1, 1], [1, 1, 1]]
-
-
-def test_nothing_held_back_costs_nothing():
-    assert SamplingRule.of([Sampling()], vocab_size=4, held_back=[((1,), 0)]).held_back is None
-
-
 def test_penalties_count_the_block():
     """A greedy target that prefers 0, then 1: a proposal of 0 must push row 1 to token 1."""
     logits = torch.tensor([[[3.0, 2.5, 0.0]] * 3])

@@ -452,7 +452,6 @@ def full_rule(rows: int, slots: int, vocab: int, device: str = "cpu") -> Samplin
         temperature=ones, all_greedy=False, any_greedy=True, top_k=2 * ones.long(), top_p=ones / 2, min_p=ones / 8,
         penalties=Penalties(ones * 1.5, ones / 2, ones / 4, seen, seen.int()),
         bias=(index, index.float()), allowed=torch.ones(rows, slots + 1, vocab, dtype=torch.bool, device=device),
-        held_back=(index, index[:, 0]),
     )  # fmt: skip
 
 
