@@ -7,7 +7,7 @@ demo:
 
 test: lint
 	ci/in-env core -- python -m pytest -m "not engine and not slow"
-	ci/in-env vllm -- python -m pytest -m "engine and not slow"
+	ci/in-env vllm -- python -m pytest -m engine tests/engine
 
 lint:
 	ci/in-env core -- ruff check .

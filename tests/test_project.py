@@ -16,7 +16,7 @@ from packaging.requirements import Requirement
 ENGINES = ("vllm", "sglang")
 ADAPTERS = ("vllm_ext", "sglang_ext")
 TOP_LEVEL = {
-    *(".ci", ".gitignore", "LICENSE", "Makefile", "README.md", "pyproject.toml"),
+    *(".ci", ".gitignore", "LICENSE", "Makefile", "README.md", "compat_matrix.yaml", "pyproject.toml"),
     *("benchmarks", "ci", "dflash_plugins", "docs", "models", "sglang_ext", "tests", "vllm_ext"),
 }
 # In pieces, so that this file does not find itself.

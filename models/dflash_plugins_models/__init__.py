@@ -1,1 +1,1 @@
-"""Drafters for the embedded target of dflash-plugins, one folder each: ``config.json``, ``model.safetensors``, ``README.md``."""
+"""Drafters for the embedded target of dflash-plugins, one folder each: configuration, weights and model card."""

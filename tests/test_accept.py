@@ -1,0 +1,135 @@
+"""``ci/accept``: what counts as passed, what is run again, and what a result may hold."""
+
+from __future__ import annotations
+
+import importlib.machinery
+import importlib.util
+import json
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture
+def accept(repository, monkeypatch, tmp_path):
+    loader = importlib.machinery.SourceFileLoader("accept", str(repository / "ci" / "accept"))
+    module = importlib.util.module_from_spec(importlib.util.spec_from_loader("accept", loader))
+    monkeypatch.setitem(sys.modules, "accept", module)
+    loader.exec_module(module)
+    monkeypatch.setattr(module, "RESULTS", tmp_path / "results")
+    monkeypatch.setattr(module, "tree_hash", lambda: "tree1")
+    monkeypatch.setattr(module, "git", lambda *arguments: "7")  # as a commit: turn 7 modulo the share
+    return module
+
+
+@pytest.fixture
+def ran(accept, monkeypatch):
+    """Names of the cells that were run, in order; each answers with the JSON put into ``answers``."""
+    names, answers = [], {}
+    cells = [accept.Cell(name, "core", f"{name} --json", 10, faults_of) for name in "abcd"]
+    monkeypatch.setattr(accept, "CELLS", cells)
+
+    def run(argv, **options):
+        name = argv[-1].split()[0]
+        names.append(name)
+        return types.SimpleNamespace(stdout=json.dumps(answers.get(name, {"good": True})), returncode=0)
+
+    monkeypatch.setattr(accept.subprocess, "run", run)
+    return types.SimpleNamespace(names=names, answers=answers, module=accept)
+
+
+def faults_of(document):
+    return [] if document["good"] else ["not good"]
+
+
+def command_line(monkeypatch, module, *arguments: str) -> int:
+    monkeypatch.setattr(sys, "argv", ["accept", *arguments])
+    return module.main()
+
+
+def test_a_second_run_goes_on_where_the_first_one_stopped(ran, monkeypatch):
+    ran.answers["b"] = {"good": False}
+    assert command_line(monkeypatch, ran.module) == 1
+    ran.answers.clear()
+    ran.names.clear()
+    assert command_line(monkeypatch, ran.module) == 0
+    assert ran.names == ["b"]
+    assert command_line(monkeypatch, ran.module, "--again") == 0
+    assert ran.names == ["b", "a", "b", "c", "d"]
+
+
+def test_another_tree_is_another_matter(ran, monkeypatch):
+    command_line(monkeypatch, ran.module, "--only", "a")
+    monkeypatch.setattr(ran.module, "tree_hash", lambda: "tree2")
+    command_line(monkeypatch, ran.module, "--only", "a")
+    assert ran.names == ["a", "a"]
+
+
+def test_shares_rotate_over_all_cells(ran, monkeypatch):
+    for commit in "4", "5", "6":
+        monkeypatch.setattr(ran.module, "git", lambda *arguments, commit=commit: commit)
+        command_line(monkeypatch, ran.module, "--share", "3")
+    assert sorted(ran.names) == list("abcd")
+
+
+def test_the_budget_leaves_out_what_would_not_end_in_time(ran, monkeypatch, capsys):
+    assert command_line(monkeypatch, ran.module, "--budget", "5") == 0
+    assert ran.names == []
+    assert "left out for want of time: ['a', 'b', 'c', 'd']" in capsys.readouterr().out
+
+
+def test_a_cell_over_time_or_without_an_answer_has_failed(ran, monkeypatch):
+    monkeypatch.setattr(ran.module, "LATE", 0)
+
+    def late(argv, *, timeout, **options):
+        raise subprocess.TimeoutExpired(argv, timeout)
+
+    monkeypatch.setattr(ran.module.subprocess, "run", late)
+    assert command_line(monkeypatch, ran.module, "--only", "a") == 1
+    result = json.loads((ran.module.RESULTS / "a.json").read_text())
+    assert result["passed"] is False
+    assert "over time" in result["faults"][0]
+
+
+def test_a_result_says_where_it_comes_from_and_no_path_of_the_machine(ran, monkeypatch):
+    ran.answers["a"] = {"good": True, "path": str(Path.home() / "x"), "file": str(ran.module.CHECKOUT / "y")}
+    command_line(monkeypatch, ran.module, "--only", "a")
+    result = json.loads((ran.module.RESULTS / "a.json").read_text())
+    assert result["result"] == {"good": True, "path": "~/x", "file": "./y"}
+    assert {"date", "tree", "pins", "machine", "environment", "command", "seconds"} <= set(result)
+
+
+def demo_document(**changes):
+    run = {"method": "dflash", "lossless": True, "speedup": 1.25, "emitted_per_round": 1.5} | changes
+    return {"runs": [{"method": "plain", "lossless": True, "speedup": 1, "emitted_per_round": 1}, run]}
+
+
+@pytest.mark.parametrize(
+    ("changes", "number"),
+    [({}, 0), ({"lossless": False}, 1), ({"speedup": 1.24}, 1), ({"speedup": 1.24, "emitted_per_round": 1.49}, 2)],
+)
+def test_what_the_demo_must_reach(accept, changes, number):
+    assert len(accept.demo_faults(demo_document(**changes))) == number
+
+
+def test_a_demo_without_a_drafter_is_no_pass(accept):
+    assert accept.demo_faults({"runs": demo_document()["runs"][:1]}) != []
+
+
+@pytest.mark.parametrize(
+    ("tokens", "differences", "lossless", "passes"),
+    [
+        (15000, 2, True, True),
+        (15000, 3, True, False),
+        (100, 1, True, True),
+        (7680, 1, True, True),
+        (7680, 2, True, False),
+        (99, 0, False, False),
+    ],
+)
+def test_what_a_proof_must_say(accept, tokens, differences, lossless, passes):
+    document = {"tokens": tokens, "differences": [{}] * differences, "lossless": lossless}
+    assert (accept.prove_faults(document) == []) is passes
