@@ -44,7 +44,7 @@ SAMPLED_PROMPTS = 4
 # others.
 SAMPLED_TOKENS = 5
 SAMPLED_CONCURRENCY = 64
-# Every sample computes its prompt again where the prefix cache has large blocks. Any context will do for a distribution.
+# Every sample computes its prompt again where the prefix cache has large blocks, and any context shows a distribution.
 SAMPLED_CONTEXT = 24
 
 
