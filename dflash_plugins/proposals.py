@@ -30,9 +30,9 @@ class OneHot:
         return torch.zeros(len(slots), vocab_size, device=ids.device).scatter_(1, token, 1.0)
 
     def residual(self, p: Tensor, ids: Tensor, slots: Tensor, rejected: Tensor) -> Tensor:
-        """[p-q]+ of slot `slots` [R] where `rejected` [R] bool, else p; `p` [R, V] fp32 -> [R, V], not normalised."""
+        """Weights of the correction or bonus from `p` [R, V] fp32, which is overwritten; see `Proposals.residual`."""
         token = ids.gather(1, slots[:, None]).clamp(min=0)
-        return p.scatter(1, token, p.gather(1, token).masked_fill(rejected[:, None], 0.0))
+        return _reduced(p, token, rejected[:, None].float())
 
 
 @dataclass(frozen=True)
@@ -50,9 +50,10 @@ class Dense:
         return self.probs[torch.arange(len(slots), device=slots.device), slots]
 
     def residual(self, p: Tensor, ids: Tensor, slots: Tensor, rejected: Tensor) -> Tensor:
-        """[p-q]+ of slot `slots` [R] where `rejected` [R] bool, else p; `p` [R, V] fp32 -> [R, V], not normalised."""
-        q = self.row(ids, slots, p.shape[1]).masked_fill(~rejected[:, None], 0.0)
-        return (p - q).clamp_(min=0)
+        """Weights of the correction or bonus from `p` [R, V] fp32, which is overwritten; see `Proposals.residual`."""
+        q = self.row(ids, slots, p.shape[1]).masked_fill_(~rejected[:, None], 0.0)
+        left = q.neg_().add_(p).clamp_(min=0)
+        return torch.where(left.sum(dim=1, keepdim=True) > 0, left, p)
 
 
 @dataclass(frozen=True)
@@ -76,18 +77,26 @@ class Sparse:
         return torch.zeros(len(slots), vocab_size, device=ids.device).scatter_add_(1, candidates, probs)
 
     def residual(self, p: Tensor, ids: Tensor, slots: Tensor, rejected: Tensor) -> Tensor:
-        """[p-q]+ of slot `slots` [R] where `rejected` [R] bool, else p; `p` [R, V] fp32 -> [R, V], not normalised."""
+        """Weights of the correction or bonus from `p` [R, V] fp32, which is overwritten; see `Proposals.residual`."""
         candidates, probs = self._at(slots)
         # An id named twice is written twice, both times with its whole probability, so the order does not matter.
         same = candidates[:, :, None] == candidates[:, None]
         q = torch.where(same & rejected[:, None, None], probs[:, None], 0.0).sum(-1)
-        return p.scatter(1, candidates, (p.gather(1, candidates) - q).clamp(min=0))
+        return _reduced(p, candidates, q)
 
     def _at(self, slots: Tensor) -> tuple[Tensor, Tensor]:
         """Candidates and probabilities [R, C] of one slot per request; padding becomes token 0 with probability 0."""
         requests = torch.arange(len(slots), device=slots.device)
         candidates, probs = self.ids[requests, slots], self.probs[requests, slots]
         return candidates.clamp(min=0), torch.where(candidates >= 0, probs, 0.0).float()
+
+
+def _reduced(p: Tensor, ids: Tensor, q: Tensor) -> Tensor:
+    """`p` [R, V] less `q` [R, C] at `ids`, in place, but as it was where nothing would be left."""
+    before = p.gather(1, ids)
+    after = (before - q).clamp(min=0)
+    nothing = p.scatter_(1, ids, after).sum(dim=1, keepdim=True) <= 0
+    return p.scatter_(1, ids, torch.where(nothing, before, after))
 
 
 Distribution = OneHot | Dense | Sparse
@@ -152,6 +161,17 @@ class Proposals:
         kept = torch.minimum(self.lengths, lengths.to(self.lengths)).clamp(min=0).masked_fill(self.dropped, 0)
         beyond = torch.arange(self.num_slots, device=self.ids.device) >= kept[:, None]
         return replace(self, ids=self.ids.masked_fill(beyond, PADDING), lengths=kept)
+
+    def residual(self, p: Tensor, accepted: Tensor, lengths: Tensor) -> Tensor:
+        """What the correction or bonus is drawn from, [R, V] fp32, not normalised.
+
+        `p` [R, V] fp32 is the target's row `accepted` and is overwritten. [p-q]+ after a rejection, p after a whole block
+        (`accepted` == `lengths`, both [R]). Only the row of the rejection is read of q, and candidate-sparse q is not
+        expanded. No mass is left only where p and q differ by rounding; there p itself is the limit.
+        """
+        if self.num_slots == 0:
+            return p
+        return self.q.residual(p, self.ids, accepted.clamp(max=self.num_slots - 1), accepted < lengths)
 
     def still_masked(self, mask_token_id: int) -> Tensor:
         """[R] bool: some proposal still is the mask id, which after drafting is a fault of the drafter."""

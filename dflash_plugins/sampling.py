@@ -26,6 +26,9 @@ GREEDY_BELOW = 1e-5
 
 LOWEST = float("-inf")
 
+STRETCH = 4096
+"""Columns that `draw` sums at a time."""
+
 
 @dataclass(frozen=True)
 class Sampling:
@@ -209,14 +212,27 @@ def restrict(logits: Tensor, top_k: Tensor | None, top_p: Tensor | None) -> Tens
 def draw(weights: Tensor, uniforms: Tensor) -> Tensor:
     """One index per row by inverse CDF in fp64: weights [..., V] >= 0 (any sum above 0), uniforms [...] -> [...] int64.
 
-    An index without weight is never drawn. A row without any weight gives some index.
+    An index without weight is never drawn. A row without any weight gives some index. Works in two steps, a stretch of
+    the row and then an index in it, because a running sum over the whole vocabulary costs as much as a softmax.
     """
-    reach = weights.cumsum(dim=-1, dtype=torch.float64)
-    total = reach[..., -1]
-    mark = torch.minimum(uniforms * total, total.nextafter(torch.zeros_like(total)))
-    index = torch.searchsorted(reach, mark[..., None], right=True).clamp_(max=weights.shape[-1] - 1)
-    # A parallel running sum may step back by a rounding and then point at an index that adds nothing.
-    return torch.where(weights.gather(-1, index) > 0, index, weights.argmax(dim=-1, keepdim=True))[..., 0]
+    stretches = weights.split(STRETCH, dim=-1)
+    sums = torch.stack([stretch.sum(dim=-1, dtype=torch.float64) for stretch in stretches], dim=-1)
+    mark = uniforms * sums.sum(dim=-1)
+    chosen = _first_beyond(sums, mark)[..., None]
+    earlier = torch.arange(len(stretches), device=weights.device) < chosen
+    columns = chosen * STRETCH + torch.arange(min(STRETCH, weights.shape[-1]), device=weights.device)
+    beyond = columns >= weights.shape[-1]
+    inside = weights.gather(-1, columns.masked_fill(beyond, 0)).masked_fill(beyond, 0.0)
+    return chosen[..., 0] * STRETCH + _first_beyond(inside, mark - torch.where(earlier, sums, 0.0).sum(dim=-1))
+
+
+def _first_beyond(weights: Tensor, mark: Tensor) -> Tensor:
+    """First index with weight whose running sum exceeds `mark`, the last one with weight if rounding leaves none."""
+    # A parallel running sum may step back by a rounding, and so grow again at an index that adds nothing.
+    reach = weights.cumsum(dim=-1, dtype=torch.float64).masked_fill(weights <= 0, 0.0)
+    total = reach.amax(dim=-1)
+    below = torch.minimum(mark, total.nextafter(torch.zeros_like(total))).clamp(min=0)
+    return (reach > below[..., None]).to(torch.uint8).argmax(dim=-1)
 
 
 def _penalised(logits: Tensor, penalties: Penalties, proposals: Proposals | None) -> Tensor:

@@ -113,7 +113,8 @@ def verify_sampled(proposals: Proposals, target_probs: Tensor, streams: Streams 
     lengths = proposals.lengths.masked_fill(dropped, 0)
     p_of_y = target_probs[:, :-1].gather(2, proposals.ids.clamp(min=0)[..., None])[..., 0].double()
     accepted = _prefix(accepts(p_of_y, q_of_y, uniforms.accept), lengths)
-    final = draw(final_weights(proposals, target_probs, accepted, lengths), uniforms.resample)
+    last = target_probs[torch.arange(len(accepted), device=accepted.device), accepted]
+    final = draw(proposals.residual(last, accepted, lengths), uniforms.resample)
     return _verdict(proposals, accepted, final, dropped)
 
 
@@ -123,21 +124,6 @@ def accepts(p_of_y: Tensor, q_of_y: Tensor, uniforms: Tensor) -> Tensor:
     p == q > 0 always passes (a uniform is below 1); p == 0 never does.
     """
     return uniforms * q_of_y < p_of_y
-
-
-def final_weights(proposals: Proposals, target_probs: Tensor, accepted: Tensor, lengths: Tensor) -> Tensor:
-    """Unnormalised distribution of the correction or bonus: [R, V] fp32.
-
-    Only the row of the first rejection is read of q, and candidate-sparse q is not expanded at all.
-    """
-    requests = torch.arange(len(accepted), device=accepted.device)
-    p = target_probs[requests, accepted]
-    if proposals.num_slots == 0:
-        return p
-    slots = accepted.clamp(max=proposals.num_slots - 1)
-    left = proposals.q.residual(p, proposals.ids, slots, accepted < lengths)
-    # No mass is left only where p and q differ by rounding; there p itself is the limit.
-    return torch.where((left.sum(dim=1) <= 0)[:, None], p, left)
 
 
 def verify(proposals: Proposals, target_logits: Tensor, rule: SamplingRule, streams: Streams | Uniforms) -> Verdict:

@@ -202,6 +202,17 @@ def test_draw_from_nothing_stays_in_range():
     assert draw(torch.zeros(1, 3), torch.tensor([0.5], dtype=torch.float64)).item() in range(3)
 
 
+@pytest.mark.parametrize("size", [1, 4095, 4096, 4097, 10_000])
+def test_draw_over_several_stretches_equals_a_whole_running_sum(size):
+    """Weights are small whole numbers with gaps, so sums are exact; marks fall inside every token's share."""
+    whole = [(7 * index) % 5 if index % 3 else 0 for index in range(size)] if size > 1 else [2]
+    owners = [index for index, weight in enumerate(whole) for _ in range(weight)]
+    shares = range(0, len(owners), max(1, len(owners) // 50))
+    marks = torch.tensor([(share + 0.5) / len(owners) for share in shares], dtype=torch.float64)
+    got = draw(torch.tensor(whole, dtype=torch.float32).expand(len(marks), size), marks)
+    assert got.tolist() == [owners[share] for share in shares]
+
+
 def test_draw_reaches_the_tail_of_a_large_vocabulary():
     """An fp32 running sum stands still for 119 tokens at a time here; 1,000.2 tokens lie beyond the mark."""
     weights = torch.full((1, 200_001), 1e-9)

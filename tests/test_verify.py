@@ -319,12 +319,13 @@ def test_a_token_the_target_excludes_is_never_kept_nor_drawn():
     assert verify_sampled(proposals, p, Uniforms(zero, zero[:, 0])).accepted.tolist() == [0]
 
 
-def test_rounding_without_residual_mass_falls_back_to_p():
+@pytest.mark.parametrize("kind", ["dense", "sparse"])
+def test_rounding_without_residual_mass_falls_back_to_p(kind):
     """p below q by rounding everywhere: nothing is left of [p-q]+, and a rejection still has to emit."""
     q = torch.tensor([[[0.5, 0.5, 0.0]]])
     p = torch.tensor([[[0.5 - 2**-25, 0.5 - 2**-25, 0.0]] * 2])
     high = torch.full((1, 1), 1 - 2**-53, dtype=torch.float64)
-    verdict = verify_sampled(Proposals.of(torch.tensor([[0]]), Dense(q)), p, Uniforms(high, high[:, 0]))
+    verdict = verify_sampled(Proposals.of(torch.tensor([[0]]), spread(kind, q)), p, Uniforms(high, high[:, 0]))
     assert verdict.lists() == [[1]]
     assert verdict.accepted.tolist() == [0]
 
@@ -336,8 +337,8 @@ def test_duplicate_candidates_share_their_probability():
     y, slot = torch.tensor([[1]]), torch.tensor([0])
     assert q.row(y, slot, 3).tolist() == [[0.5, 0.5, 0.0]]
     p = torch.tensor([[0.25, 0.75, 0.0]])
-    assert q.residual(p, y, slot, torch.tensor([True])).tolist() == [[0.0, 0.25, 0.0]]
-    assert q.residual(p, y, slot, torch.tensor([False])).tolist() == p.tolist()
+    assert q.residual(p.clone(), y, slot, torch.tensor([True])).tolist() == [[0.0, 0.25, 0.0]]
+    assert q.residual(p.clone(), y, slot, torch.tensor([False])).tolist() == p.tolist()
 
 
 def test_f17_non_finite_drafts_are_dropped_counted_and_alone():
