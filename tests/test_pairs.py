@@ -26,6 +26,7 @@ from dflash_plugins.pairs import (
     resolve,
 )
 from dflash_plugins.pairs import fetch as fetch_module
+from dflash_plugins.pairs.cut_head import VOCABULARY_FILE
 
 TARGET, DRAFTER = "smollm2-135m", "smollm2-135m-dflash"
 
@@ -224,6 +225,25 @@ def test_a_drafter_comes_from_the_installed_data_distribution(installed_drafter,
     copy = fetch_model(DRAFTER, to=tmp_path / "copy")
     assert (copy / "model.safetensors").read_text() == "model.safetensors"
     assert fetch_model(DRAFTER, to=tmp_path / "copy") == copy
+
+
+def test_a_drafter_shipped_without_its_head_gets_the_targets_rows(installed_drafter, tmp_path, monkeypatch):
+    import tiny
+    from safetensors.torch import load_file
+
+    target = tiny.write_target(tmp_path / "target")
+    for path in installed_drafter.iterdir():
+        path.unlink()
+    tiny.write_drafter(installed_drafter, tiny.raw_config())
+    (installed_drafter / VOCABULARY_FILE).write_text(json.dumps({"target_ids": [3, 5, 500]}))
+    monkeypatch.setattr(fetch_module, "_fetch_target", lambda *_: target)
+    monkeypatch.setenv("DFLASH_PLUGINS_CACHE", str(tmp_path / "cache"))
+    folder = fetch_model(DRAFTER)
+    assert folder == tmp_path / "cache" / "models" / DRAFTER == fetch_model(DRAFTER)
+    made = load_file(folder / "model.safetensors")
+    head = load_file(target / "model.safetensors")["lm_head.weight"]
+    assert made["lm_head.weight"].equal(head[[3, 5, 500]])
+    assert made["d2t"].tolist() == [3, 4, 498]
 
 
 def test_a_missing_data_distribution_says_how_to_install_it(monkeypatch):

@@ -20,6 +20,7 @@ from typing import Any
 
 from dflash_plugins.errors import BadInput
 from dflash_plugins.pairs.catalogue import DRAFTERS, TARGETS, EmbeddedDrafter, EmbeddedTarget
+from dflash_plugins.pairs.cut_head import VOCABULARY_FILE, attach_head
 
 Report = Callable[[str, int, int], None]
 """``report(stage, done, total)``; ``total`` is 0 while it is unknown."""
@@ -50,7 +51,8 @@ def resolve(name_or_path: str, *, report: Report | None = None) -> Path:
 def fetch_model(name: str, *, to: Path | None = None, report: Report | None = None) -> Path:
     """Makes an embedded model available and returns its folder; does nothing where it already is.
 
-    ``to`` names the folder (default: in the cache for a target, in the installed package for a drafter). It appears
+    ``to`` names the folder (default: in the cache; for a drafter that ships its own head, in the installed package). A
+    drafter shipped without its reduced head gets the target's rows, and the target is fetched for them. It appears
     complete or not at all, and is never put in the place of something that this function did not write.
     Raises ``BadInput``: unknown name, no download, wrong checksum, occupied folder, models not installed.
     """
@@ -58,7 +60,7 @@ def fetch_model(name: str, *, to: Path | None = None, report: Report | None = No
     if name in TARGETS:
         return _fetch_target(TARGETS[name], to, report)
     if name in DRAFTERS:
-        return _fetch_drafter(name, to)
+        return _fetch_drafter(DRAFTERS[name], to, report)
     raise BadInput(f"unknown embedded model {name!r} ({_known()})")
 
 
@@ -229,22 +231,27 @@ bfloat16 here. The tokenizer was rebuilt from the GGUF, with digits split one by
 # Drafters
 
 
-def _fetch_drafter(name: str, to: Path | None) -> Path:
-    source = _installed_drafter(name)
+def _fetch_drafter(drafter: EmbeddedDrafter, to: Path | None, report: Report) -> Path:
+    source = _installed_drafter(drafter.name)
     if source is None:
         raise BadInput(
-            f"drafter {name!r} is part of the distribution dflash-plugins-models, which does not hold it here: "
+            f"drafter {drafter.name!r} is part of the distribution dflash-plugins-models, which does not hold it here: "
             "install that distribution (from a checkout: pip install ./models)"
         )
-    if to is None:
+    headless = (source / VOCABULARY_FILE).is_file()
+    if to is None and not headless:
         return source
-    folder = to.expanduser().resolve()
+    folder = (to or cache_root() / "models" / drafter.name).expanduser().resolve()
     checksums = {path.name: _sha256(path) for path in sorted(source.iterdir()) if path.is_file()}
-    manifest = {"name": name, "sha256": checksums}
+    manifest = {"name": drafter.name, "sha256": checksums}
+    target = _fetch_target(TARGETS[drafter.target], None, report) if headless else None
     with _building(folder) as scratch:
         if not _is_current(folder, manifest):
             _refuse_occupied(folder)
-            shutil.copytree(source, scratch / "model")
+            if target is None:
+                shutil.copytree(source, scratch / "model")
+            else:
+                attach_head(source, target, scratch / "model")
             (scratch / "model" / MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
             _put_in_place(scratch / "model", folder)
     return folder
