@@ -165,9 +165,9 @@ class Proposals:
     def residual(self, p: Tensor, accepted: Tensor, lengths: Tensor) -> Tensor:
         """What the correction or bonus is drawn from, [R, V] fp32, not normalised.
 
-        `p` [R, V] fp32 is the target's row `accepted` and is overwritten. [p-q]+ after a rejection, p after a whole block
-        (`accepted` == `lengths`, both [R]). Only the row of the rejection is read of q, and candidate-sparse q is not
-        expanded. No mass is left only where p and q differ by rounding; there p itself is the limit.
+        `p` [R, V] fp32 is the target's row `accepted` and is overwritten. [p-q]+ after a rejection, p after a whole
+        block (`accepted` == `lengths`, both [R]). Only the row of the rejection is read of q, and candidate-sparse q is
+        not expanded. No mass is left only where p and q differ by rounding; there p itself is the limit.
         """
         if self.num_slots == 0:
             return p
