@@ -273,3 +273,21 @@ def test_train_names_what_is_wrong(data: tuple[Path, Path], tmp_path: Path, chan
     with pytest.raises(BadInput, match=named):
         run(**(arguments | change))
     assert not (tmp_path / "out").exists()
+
+
+def test_a_run_goes_on_with_more_data_but_not_with_less(data: tuple[Path, Path], tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    store.mkdir()
+    shard = next(data[1].glob("shard-*"))
+    for number in range(2):
+        (store / f"shard-{number:05d}.safetensors").write_bytes(shard.read_bytes())
+    first = Trainer(Recipe(**RECIPE), data[0], store, tmp_path / "run")
+    first.save()
+    (store / "shard-00002.safetensors").write_bytes(shard.read_bytes())
+    more = Trainer(Recipe(**RECIPE), data[0], store, tmp_path / "run")
+    assert more.held_refs == first.held_refs
+    assert len(more.train_refs) > len(first.train_refs)
+    more.save()
+    (store / "shard-00002.safetensors").unlink()
+    with pytest.raises(BadInput, match="3 shards"):
+        Trainer(Recipe(**RECIPE), data[0], store, tmp_path / "run")

@@ -44,6 +44,8 @@ def load_state(
     step = int(facts["step"])
     for name, parameter in trained_parameters(drafter).items():
         parameter.data.copy_(file.get_tensor(f"weight.{name}"))
+        if step == 0:
+            continue  # saved before the first step: the optimizer had nothing to keep
         optimizer.state[parameter] = {
             "step": torch.tensor(float(step)),
             "exp_avg": file.get_tensor(f"exp_avg.{name}"),

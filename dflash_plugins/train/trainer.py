@@ -81,9 +81,10 @@ class Trainer:
         groups = _parameter_groups(self.drafter, recipe.weight_decay)
         self.optimizer = torch.optim.AdamW(groups, lr=recipe.learning_rate, betas=(0.9, 0.95))
         self.weights = slot_weights(recipe.block_size - 1, recipe.gamma())
-        self.facts = {**asdict(recipe), "target": self.store.meta.target_fingerprint, "shards": len(self.store.paths)}
+        self.facts = {**asdict(recipe), "target": self.store.meta.target_fingerprint}
         found = load_state(out, self.drafter, self.optimizer, self.facts)
         self.step = int(found.get("step", 0))
+        self._refuse_lost_data(int(found.get("shards", 0)))
         self.seconds = float(found.get("seconds", 0.0))
 
     def _build(self, target: Path, head: Tensor) -> Drafter:
@@ -118,7 +119,17 @@ class Trainer:
 
     def save(self) -> None:
         """Writes the resumable state."""
-        save_state(self.out, self.drafter, self.optimizer, {**self.facts, "step": self.step, "seconds": self.seconds})
+        save_state(self.out, self.drafter, self.optimizer, self._progress())
+
+    def _progress(self) -> dict[str, Any]:
+        return {**self.facts, "step": self.step, "seconds": self.seconds, "shards": len(self.store.paths)}
+
+    def _refuse_lost_data(self, shards: int) -> None:
+        """A run may go on with more data, which keeps the held-out sequences; not with less."""
+        if len(self.store.paths) < shards:
+            raise BadInput(
+                f"the run saw {shards} shards of data, now there are {len(self.store.paths)}"
+            )
 
     def _train_step(self) -> tuple[float, int]:
         generator = torch.Generator().manual_seed(self.recipe.seed * 1_000_003 + self.step)
