@@ -108,11 +108,25 @@ def demo_document(**changes):
 
 
 @pytest.mark.parametrize(
-    ("changes", "number"),
-    [({}, 0), ({"lossless": False}, 1), ({"speedup": 1.24}, 1), ({"speedup": 1.24, "emitted_per_round": 1.49}, 2)],
+    ("changes", "faults", "slow"),
+    [
+        ({}, 0, 0),
+        ({"lossless": False}, 1, 0),
+        ({"speedup": 1.24}, 0, 1),
+        ({"lossless": False, "speedup": 1.24, "emitted_per_round": 1.49}, 2, 1),
+    ],
 )
-def test_what_the_demo_must_reach(accept, changes, number):
-    assert len(accept.demo_faults(demo_document(**changes))) == number
+def test_what_the_demo_must_reach(accept, changes, faults, slow):
+    document = demo_document(**changes)
+    assert (len(accept.demo_faults(document)), len(accept.demo_slow(document))) == (faults, slow)
+
+
+def test_speed_counts_only_where_it_is_asked_for(ran, monkeypatch, capsys):
+    cell = ran.module.Cell("a", "core", "a --json", 1, faults_of, lambda document: ["too slow"])
+    monkeypatch.setattr(ran.module, "CELLS", [cell])
+    assert command_line(monkeypatch, ran.module) == 1
+    assert command_line(monkeypatch, ran.module, "--no-speed") == 0
+    assert "too slow" in capsys.readouterr().out
 
 
 def test_a_demo_without_a_drafter_is_no_pass(accept):
