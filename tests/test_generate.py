@@ -244,11 +244,14 @@ def test_max_tokens_is_exact_and_the_block_keeps_its_masks(count: int, monkeypat
         left -= len(each.emitted)
 
 
-def test_min_new_tokens_holds_the_end_back_as_transformers_does() -> None:
+@pytest.mark.parametrize(("position", "least"), [(2, 6), (5, 3)])
+def test_min_new_tokens_holds_the_end_back_as_transformers_does(position: int, least: int) -> None:
+    """Only for the tokens before the minimum, also where it falls inside a round."""
     prompt = PROMPTS[2]
-    text, eos = ended_by(2, prompt)
-    wanted = plain(prompt, 12, eos=[eos], min_new_tokens=6)
-    settings = Settings(k=K, max_new_tokens=12, eos_ids=(eos,), min_new_tokens=6)
+    text, eos = ended_by(position, prompt)
+    wanted = plain(prompt, 12, eos=[eos], min_new_tokens=least)
+    settings = Settings(k=K, max_new_tokens=12, eos_ids=(eos,), min_new_tokens=least)
+    assert position < least or len(wanted) < 12
     for drafts in (None, forced([wanted], [prompt], lambda k: k), forced([text], [prompt], lambda k: k)):
         (one,) = generate(target(), drafter(), [prompt], settings, forced_drafts=drafts)
         assert list(one.ids) == wanted
@@ -323,6 +326,22 @@ def test_states_that_cannot_be_cropped_are_restored(build: Callable[[], Any]) ->
     )
     assert [list(one.ids) for one in done] == texts
     assert any(0 < each.accepted < K for one in done for each in one.rounds)
+
+
+@pytest.mark.parametrize(("missing", "reused"), [(0, True), (1, False)])
+def test_a_recurrent_state_is_reused_only_where_it_stands(missing: int, reused: bool) -> None:
+    model, prompt = recurrent_target(), PROMPTS[0]
+    request = ReferenceRequest(model, None, prompt, Settings(k=0, max_new_tokens=8))
+    request.prefill()
+    request.verify()
+    held = request.alignment.lengths.target_kv
+    request.preempt(held - missing)
+    assert request.cache.length == (held if reused else 0)
+    if not reused:
+        request.prefill()
+    while request.reason is None:
+        request.verify()
+    assert request.ids[len(prompt) :] == plain(prompt, 8, model=model)
 
 
 def test_rounds_come_one_by_one() -> None:

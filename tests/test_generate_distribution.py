@@ -29,7 +29,7 @@ from dflash_plugins.sampling import Sampling
 from dflash_plugins.verify import Uniforms
 
 VOCAB, K, TOKENS = 3, 2, 4
-PROMPT = [1, 2, 2, 0, 1]
+PROMPT = [1, 2, 2, 1, 1]  # token 0 is new, so that a penalty has something to tell apart
 # The code computes p and q in fp32: closer to a boundary than this the outcome is not determined.
 EDGE = 1e-5
 
