@@ -150,6 +150,14 @@ def test_another_recipe_does_not_resume(data: tuple[Path, Path], tmp_path: Path)
         Trainer(Recipe(**{**RECIPE, "learning_rate": 0.5}), *data, tmp_path)
 
 
+def test_the_end_may_be_moved_on_the_way(data: tuple[Path, Path], tmp_path: Path) -> None:
+    assert Trainer(Recipe(**RECIPE), *data, tmp_path).run()
+    longer = Trainer(Recipe(**{**RECIPE, "steps": 8}), *data, tmp_path)
+    assert longer.step == 6
+    assert longer.run()
+    assert longer.step == 8
+
+
 def test_training_lowers_the_loss(data: tuple[Path, Path], tmp_path: Path) -> None:
     losses: list[float] = []
     recipe = Recipe(

@@ -32,7 +32,10 @@ FINAL_LR_SHARE = 0.02
 
 @dataclass(frozen=True)
 class Recipe:
-    """Everything that decides the weights besides the data. A run resumes only under the same recipe."""
+    """Everything that decides the weights besides the data.
+
+    A run resumes only under the same recipe, but for ``steps``: a longer or shorter end may be chosen on the way.
+    """
 
     method: str = "dflash"
     num_layers: int = 2
@@ -82,6 +85,7 @@ class Trainer:
         self.optimizer = torch.optim.AdamW(groups, lr=recipe.learning_rate, betas=(0.9, 0.95))
         self.weights = slot_weights(recipe.block_size - 1, recipe.gamma())
         self.facts = {**asdict(recipe), "target": self.store.meta.target_fingerprint}
+        del self.facts["steps"]
         found = load_state(out, self.drafter, self.optimizer, self.facts)
         self.step = int(found.get("step", 0))
         self._refuse_lost_data(int(found.get("shards", 0)))
