@@ -20,7 +20,7 @@ from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.models.qwen3_dflash import DFlashQwen3ForCausalLM, DFlashQwen3Model
 
 from dflash_plugins import __version__
-from dflash_plugins.checkpoint import Header, account
+from dflash_plugins.checkpoint import Accounting, Header, account, id_map_findings
 from dflash_plugins.config import DraftConfig, TargetConfig, read_draft_config
 from dflash_plugins.errors import DFlashPluginsError, Refused
 from dflash_plugins.findings import Finding, Severity, errors
@@ -91,24 +91,6 @@ class DFlashPluginsDraftModel(DFlashQwen3ForCausalLM):
             scale, soft_cap = engine_order(multiplier * self.logits_processor.scale, cap)
             self.logits_processor = LogitsProcessor(self.config.draft_vocab_size, scale=scale, soft_cap=soft_cap)
 
-    def _refuse_other_causality(self) -> None:
-        built = tuple(self.get_draft_attn_causal())
-        if built != self.draft_config.causal:
-            message = f"vLLM builds {built} from the same config"
-            mend = "state dflash_config.causal in the drafter's config.json"
-            raise Refused("the drafter", [_error("causality", "causal", self.draft_config.causal, message, mend)])
-
-    def _apply_scales(self, draft_config: DraftConfig) -> None:
-        cast(DraftModel, self.model).input_embedding_scale = draft_config.input_embedding_scale
-        multiplier, cap = draft_config.output_multiplier, draft_config.final_logit_softcapping
-        if multiplier == 1.0 and cap is None:
-            return
-        # The engine caps before it scales, the drafter was trained the other way round:
-        # cap * tanh(m * x / cap) is its own order with the cap divided by m.
-        scale = multiplier * self.logits_processor.scale
-        soft_cap = None if cap is None else cap / scale
-        self.logits_processor = LogitsProcessor(self.config.draft_vocab_size, scale=scale, soft_cap=soft_cap)
-
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor | None:
         """Draft logits [N, V] of final-norm hidden states [N, H]; rows that are not finite propose nothing likely."""
         logits = super().compute_logits(hidden_states)
@@ -129,16 +111,21 @@ class DFlashPluginsDraftModel(DFlashQwen3ForCausalLM):
         """Load the released layout. Raises Refused, before anything is copied, for a tensor missing or unclaimed."""
         stored = dict(weights)
         accounting = account(self.draft_config, header_of(stored))
-        own = {"own_embedding": accounting.own_embedding}
-        _refuse(
-            "the drafter's checkpoint", [*accounting.findings, *pair_findings(self.draft_config, self.target, **own)]
-        )
+        fits = pair_findings(self.draft_config, self.target, own_embedding=accounting.own_embedding)
+        # Warnings about the pair were given when the config was read.
+        _refuse("the drafter's checkpoint", [*accounting.findings, *errors(fits), *self._id_map_findings(accounting)])
         tensors = {name: stored[kept] for name, kept in accounting.claimed.items()}
         mark_unwritten(self.named_parameters())
         super().load_weights(tensors.items())
         refuse_unwritten(self.named_parameters(), _shared(self, tensors))
         if get_tensor_model_parallel_rank() == 0:
             logger.info("dflash-plugins %s: %s", __version__, self.facts())
+
+    def _id_map_findings(self, accounting: Accounting) -> list[Finding]:
+        directory = Path(self.draft_model_config.model)
+        if errors(accounting.findings) or not directory.is_dir():
+            return []
+        return id_map_findings(directory, accounting, self.target.vocab_size)
 
     def facts(self) -> str:
         """Method, mode, K, what the block looks like and what was mended, in one line."""

@@ -2,6 +2,7 @@
 
 import math
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 import tiny
@@ -277,6 +278,24 @@ def test_the_engines_cap_and_scale_give_the_drafters_scale_and_cap(module):
     scale, soft_cap = module.engine_order(2.0, 4.0)
     assert math.tanh(3 / soft_cap) * soft_cap * scale == pytest.approx(3.6206, abs=1e-4)
     assert module.engine_order(2.0, None) == (2.0, None)
+
+
+def test_the_drafter_gets_its_scales(module):
+    """Head of two ids, hidden [3, 1]: rows 3 and 1, each times 2, capped at 4 by 4 * tanh(x / 4)."""
+    from vllm.config import VllmConfig, set_current_vllm_config
+
+    plain = {"input_embedding_scale": 1.5, "output_multiplier": 2.0, "final_logit_softcapping": 4.0}
+    model = SimpleNamespace(
+        model=SimpleNamespace(),
+        config=SimpleNamespace(draft_vocab_size=2),
+        logits_processor=SimpleNamespace(scale=1.0),
+    )
+    with set_current_vllm_config(VllmConfig()):
+        module.DFlashPluginsDraftModel._apply_scales(model, SimpleNamespace(**plain))
+    assert model.model.input_embedding_scale == 1.5
+    model.logits_processor.logits_as_input = True
+    logits = model.logits_processor(None, torch.tensor([[3.0, 1.0]]))
+    torch.testing.assert_close(logits, torch.tensor([[3.6206, 1.8485]]), rtol=0, atol=1e-4)
 
 
 def test_a_parameter_the_loader_left_out_is_refused_by_name(module):
