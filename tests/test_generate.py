@@ -112,6 +112,13 @@ def test_the_drafter_cannot_change_text_or_lengths() -> None:
     assert [[each.accepted for each in one.rounds] for one in always] == [[0, 7, 7, 7]] * len(PROMPTS)
 
 
+def context_of(ids: Sequence[int]) -> Any:
+    """The drafter's context from one plain target forward over ``ids``."""
+    with torch.no_grad(), FeatureTap(target(), tiny.TAPS) as tap:
+        target()(input_ids=torch.tensor([list(ids)]))
+        return drafter().context_kv(tap.take(), torch.arange(len(ids))[None])
+
+
 def test_the_drafters_context_is_that_of_one_forward_over_the_text() -> None:
     """After rounds of all kinds the context K/V equals the one computed from a single plain pass."""
     prompt, chance = PROMPTS[3], random.Random(9)
@@ -119,13 +126,15 @@ def test_the_drafters_context_is_that_of_one_forward_over_the_text() -> None:
     propose = forced([text], [prompt], lambda k: chance.randrange(k + 1))
     request = ReferenceRequest(target(), drafter(), prompt, Settings(k=K, max_new_tokens=40, chunk=4))
     request.prefill()
+    method = method_of(drafter().config)
     while request.reason is None:
-        ids = torch.tensor([propose(0, request.ids)])
-        request.verify(dataclasses.replace(draft_together([request], method_of(drafter().config))[0], ids=ids))
+        (drafted,) = draft_together([request], method)
+        anchor, before = torch.tensor(request.ids[-1:]), len(request.ids) - 1
+        fresh = method.draft(drafter(), anchor, torch.tensor([before]), context_of(request.ids[:-1]), K)
+        assert drafted.lists() == fresh.lists()
+        request.verify(dataclasses.replace(drafted, ids=torch.tensor([propose(0, request.ids)])))
     whole = [*prompt, *text][:-1]
-    with torch.no_grad(), FeatureTap(target(), tiny.TAPS) as tap:
-        target()(input_ids=torch.tensor([whole]))
-        wanted = drafter().context_kv(tap.take(), torch.arange(len(whole))[None])
+    wanted = context_of(whole)
     assert request.context is not None
     assert request.context.positions.tolist() == [list(range(len(whole)))]
     for ours, one_pass in zip(request.context.keys + request.context.values, wanted.keys + wanted.values, strict=True):
@@ -264,6 +273,25 @@ def test_drafts_that_are_not_finite_are_dropped_and_counted() -> None:
     assert list(one.ids) == plain(PROMPTS[0], 6)
     assert [each.dropped for each in one.rounds] == [False, *[True] * 4, False]
     assert not any(each.proposals for each in one.rounds)
+
+
+def test_one_draft_that_is_not_finite_leaves_its_neighbours_alone() -> None:
+    settings = Settings(k=K, max_new_tokens=6)
+    requests = [ReferenceRequest(target(), drafter(), prompt, settings, i) for i, prompt in enumerate(PROMPTS[:3])]
+    for request in requests:
+        request.prefill()
+    assert requests[1].context is not None
+    requests[1].context.values[0][:, 2] = float("nan")
+    drafts = draft_together(requests, method_of(drafter().config))
+    assert [bool(draft.dropped) for draft in drafts] == [False, True, False]
+    assert [len(draft.lists()[0]) for draft in drafts] == [K, 0, K]
+
+
+def test_every_request_has_its_own_random_numbers_and_a_seed_repeats_them() -> None:
+    settings = Settings(k=K, max_new_tokens=8, sampling=Sampling(temperature=1.0), seed=11)
+    first, second = generate(target(), drafter(), [PROMPTS[0]] * 2, settings)
+    assert first.ids != second.ids
+    assert [one.ids for one in generate(target(), drafter(), [PROMPTS[0]] * 2, settings)] == [first.ids, second.ids]
 
 
 @pytest.mark.parametrize(("target_hit", "drafter_hit"), [(0, 0), (16, 16), (16, 5), (10**6, 10**6)])
