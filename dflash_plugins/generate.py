@@ -118,7 +118,7 @@ class TargetCache:
         return all(type(layer) is DynamicLayer for layer in self._cache.layers)
 
     def forward(self, ids: Sequence[int]) -> Tensor:
-        """Run ``ids`` after what is there; returns logits [1, rows, V] on the CPU. End it with ``keep``, also when it raised."""
+        """Run ``ids`` after what is there; logits [1, rows, V] on the CPU. End with ``keep``, also when it raised."""
         self._before = None if self.croppable else copy.deepcopy(self._cache)
         inputs = torch.tensor([list(ids)], device=self._target.device)
         logits: Tensor = self._target(input_ids=inputs, past_key_values=self._cache, use_cache=True).logits
