@@ -182,7 +182,7 @@ def prove(
     drafter_independence: Annotated[
         bool, typer.Option("--drafter-independence", help="Compare with a drafter of shuffled weights, too.")
     ] = False,
-    samples: Annotated[int, typer.Option(metavar="N", help="Per prompt and arm when sampling.")] = 1000,
+    samples: Annotated[int, typer.Option(metavar="N", help="Per prompt and arm when sampling.")] = 500,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Generate on after the end of text.")] = False,
     seed: Annotated[int, typer.Option(help="Of the engines.")] = 0,
     settings: Settings = None,

@@ -42,7 +42,7 @@ MAX_MODEL_LEN = 2048
 SAMPLED_PROMPTS = 4
 # The first token of a continuation comes from the prompt's own forward, in both arms alike; speculation makes the
 # others.
-SAMPLED_TOKENS = 5
+SAMPLED_TOKENS = 4
 SAMPLED_CONCURRENCY = 64
 # Every sample computes its prompt again where the prefix cache has large blocks, and any context shows a distribution.
 SAMPLED_CONTEXT = 24
@@ -122,7 +122,7 @@ def run(
     concurrency: int = 1,
     dtype: str = "float32",
     drafter_independence: bool = False,
-    samples: int = 1000,
+    samples: int = 500,
     ignore_eos: bool = False,
     seed: int = 0,
     extra: Mapping[str, Any] | None = None,

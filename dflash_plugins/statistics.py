@@ -28,7 +28,7 @@ POWER = 0.9
 """Chance with which a deviation of ``smallest_detectable_tv`` is found."""
 PERMUTATIONS = 19_999
 LEAST_IN_BIN = 10
-LEAST_SHARE = 0.02
+LEAST_SHARE = 0.04
 
 Tokens = tuple[int, ...]
 
