@@ -30,6 +30,9 @@ def model_card(trainer: Trainer, report: dict[str, Any]) -> str:
     weights = sum(p.numel() for p in trainer.drafter.parameters() if p.requires_grad)
     sources = Counter(trainer.store.sources())
     lines = [
+        "---",
+        "license: apache-2.0",
+        "---",
         "# A DFlash drafter",
         "",
         f"Trained {datetime.now(UTC).date()} with `dflash-plugins train --method {trainer.recipe.method}`"
@@ -54,5 +57,6 @@ def model_card(trainer: Trainer, report: dict[str, Any]) -> str:
     for name, result in report["held_out"].items():
         slots = " ".join(f"{rate:.3f}" for rate in result["accepted_by_slot"])
         lines.append(f"| {name[1:]} | {result['emitted_per_round']:.3f} | {slots} | {result['rounds']:,} |")
-    lines += ["", "## Recipe", "", "```", *(f"{k}: {v}" for k, v in asdict(trainer.recipe).items()), "```", ""]
+    lines += ["", "Each number of masks is another question: K is the number of mask rows that were run.", ""]
+    lines += ["## Recipe", "", "```", *(f"{k}: {v}" for k, v in asdict(trainer.recipe).items()), "```", ""]
     return "\n".join(lines)

@@ -131,9 +131,7 @@ class Trainer:
     def _refuse_lost_data(self, shards: int) -> None:
         """A run may go on with more data, which keeps the held-out sequences; not with less."""
         if len(self.store.paths) < shards:
-            raise BadInput(
-                f"the run saw {shards} shards of data, now there are {len(self.store.paths)}"
-            )
+            raise BadInput(f"the run saw {shards} shards of data, now there are {len(self.store.paths)}")
 
     def _train_step(self) -> tuple[float, int]:
         generator = torch.Generator().manual_seed(self.recipe.seed * 1_000_003 + self.step)
