@@ -5,6 +5,8 @@
 demo:
 	ci/in-env vllm -- dflash-plugins demo
 
+# One thread: tiny models gain nothing from more, and threads that wait for each other starve beside other work.
+test: export OMP_NUM_THREADS = 1
 test: lint
 	ci/in-env core -- python -m pytest -m "not engine and not slow"
 	ci/in-env vllm -- python -m pytest -m engine tests/engine
