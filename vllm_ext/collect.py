@@ -19,7 +19,7 @@ import typer
 
 from dflash_plugins.train.answers import target_fingerprint
 from dflash_plugins.train.prompts import Prompt, finish_opening, training_prompts
-from dflash_plugins.train.store import StoreMeta, write_shard
+from dflash_plugins.train.store import StoredSequence, StoreMeta, pack, write_shard
 
 SHARD_SEQUENCES = 256
 SAMPLED_EVERY = 8
@@ -94,13 +94,13 @@ def _engine(target: Path) -> Any:
     )
 
 
-def _written_prompts(llm: Any, prompts: list[Prompt], seed: int) -> Iterator[Prompt]:
+def _written_prompts(llm: Any, prompts: list[Prompt]) -> Iterator[Prompt]:
     """Completes the openings with the target itself; those of no use are left out."""
     from vllm import SamplingParams
 
     frame = _chat(llm, "\0").split("\0")[0]
     openings = [p for p in prompts if p.opening]
-    params = SamplingParams(temperature=0.9, max_tokens=OPENING_TOKENS, stop=["<|im_end|>"], seed=None)
+    params = SamplingParams(temperature=0.9, max_tokens=OPENING_TOKENS, stop=["<|im_end|>"])
     outputs = llm.generate([frame + p.text for p in openings], params, use_tqdm=True)
     done = iter(
         finish_opening(p, o.outputs[0].text) if o.outputs[0].finish_reason == "stop" or p.stub else None
@@ -119,10 +119,7 @@ def _chat(llm: Any, text: str) -> str:
     return rendered
 
 
-def _make_shard(
-    llm: Any, recorder: FeatureRecorder, prompts: list[Prompt], max_tokens: int
-) -> tuple[dict[str, Any], list[str]]:
-    import torch
+def _make_shard(llm: Any, recorder: FeatureRecorder, prompts: list[Prompt], max_tokens: int) -> dict[str, Any]:
     from vllm import SamplingParams
 
     params = [
@@ -131,32 +128,21 @@ def _make_shard(
         )
         for i in range(len(prompts))
     ]
-    tokens, rows, starts, prompt_lengths, sources = [], [], [0], [], []
     outputs = llm.generate([_chat(llm, p.text) for p in prompts], params, use_tqdm=False)
-    for prompt, output in zip(prompts, outputs, strict=True):
-        ids = [*output.prompt_token_ids, *output.outputs[0].token_ids]
-        seen = recorder.take(output.request_id)
-        if seen is None or seen.shape[0] != len(ids) - 1:
-            rows_seen = 0 if seen is None else seen.shape[0]
-            raise RuntimeError(f"request {output.request_id}: features of {rows_seen} rows for {len(ids)} tokens")
-        tokens += ids
-        rows += [seen, seen.new_zeros(1, seen.shape[1])]
-        starts.append(len(tokens))
-        prompt_lengths.append(len(output.prompt_token_ids))
-        sources.append(prompt.source)
-    table = torch.cat(rows)
-    hidden = (
-        llm.model_config.get_hidden_size()
-        if hasattr(llm, "model_config")
-        else llm.llm_engine.model_config.get_hidden_size()
-    )
-    return {
-        "tokens": torch.tensor(tokens, dtype=torch.int32),
-        "starts": torch.tensor(starts),
-        "prompt_lengths": torch.tensor(prompt_lengths),
-        "features": table[:, :-hidden].contiguous(),
-        "final": table[:, -hidden:].contiguous(),
-    }, sources
+    hidden = llm.llm_engine.model_config.get_hidden_size()
+    return pack([_stored(output, recorder.take(output.request_id), hidden) for output in outputs])
+
+
+def _stored(output: Any, rows: Any, hidden: int) -> StoredSequence:
+    """One answered request; its last token was never fed to the target, so its row is zero."""
+    ids = [*output.prompt_token_ids, *output.outputs[0].token_ids]
+    found = 0 if rows is None else rows.shape[0]
+    if found != len(ids) - 1:
+        raise RuntimeError(f"request {output.request_id}: features of {found} rows for {len(ids)} tokens")
+    import torch
+
+    rows = torch.cat([rows, rows.new_zeros(1, rows.shape[1])])
+    return StoredSequence(ids, len(output.prompt_token_ids), rows[:, :-hidden], rows[:, -hidden:])
 
 
 def _load_or_write_prompts(llm: Any, path: Path, total: int, seed: int, chatterbot: Path | None) -> list[Prompt]:
@@ -164,7 +150,7 @@ def _load_or_write_prompts(llm: Any, path: Path, total: int, seed: int, chatterb
 
     if not path.exists():
         drawn = training_prompts(total=total, seed=seed, chatterbot=chatterbot)
-        prompts = [p for p in _written_prompts(llm, drawn, seed) if not is_measuring_prompt(p.text)]
+        prompts = [p for p in _written_prompts(llm, drawn) if not is_measuring_prompt(p.text)]
         partial = path.with_suffix(".partial")
         partial.write_text(
             "".join(json.dumps({"text": p.text, "source": p.source}) + "\n" for p in prompts), encoding="utf-8"
@@ -197,8 +183,7 @@ def main(
         if path.exists():
             continue
         began = time.perf_counter()
-        tensors, sources = _make_shard(llm, recorder, chunk, max_tokens)
-        write_shard(path, tensors, meta, sources)
+        write_shard(path, _make_shard(llm, recorder, chunk, max_tokens), meta, [p.source for p in chunk])
         rate = len(chunk) * max_tokens / (time.perf_counter() - began)
         typer.echo(f"{path.name} of {len(chunks)}: {rate:.0f} response tokens/s", err=True)
     recorder.close()

@@ -19,7 +19,7 @@ from torch import Tensor
 from dflash_plugins.errors import BadInput
 from dflash_plugins.features import FeatureTap
 from dflash_plugins.pairs.prompts import is_measuring_prompt
-from dflash_plugins.train.store import StoreMeta, write_shard
+from dflash_plugins.train.store import StoredSequence, StoreMeta, pack, write_shard
 
 SEQUENCES_PER_SHARD = 256
 
@@ -103,19 +103,9 @@ def build_store(
 
 
 def _shard(model: Any, tap: FeatureTap, answers: Sequence[Answer]) -> dict[str, Tensor]:
-    tokens: list[int] = []
-    starts, features, final = [0], [], []
+    sequences = []
     for answer in answers:
         ids = [*answer.prompt_ids, *answer.response_ids]
-        normed = model.get_decoder()(torch.tensor([ids])).last_hidden_state[0]
-        features.append(tap.take()[0].to(torch.bfloat16))
-        final.append(normed.to(torch.bfloat16))
-        tokens += ids
-        starts.append(len(tokens))
-    return {
-        "tokens": torch.tensor(tokens, dtype=torch.int32),
-        "starts": torch.tensor(starts),
-        "prompt_lengths": torch.tensor([len(a.prompt_ids) for a in answers]),
-        "features": torch.cat(features),
-        "final": torch.cat(final),
-    }
+        final = model.get_decoder()(torch.tensor([ids])).last_hidden_state[0]
+        sequences.append(StoredSequence(ids, len(answer.prompt_ids), tap.take()[0], final))
+    return pack(sequences)

@@ -49,6 +49,30 @@ class SequenceRef:
     prompt_length: int
 
 
+@dataclass(frozen=True)
+class StoredSequence:
+    """One sequence for a shard: ``ids``, how many are prompt, ``features`` [T, taps * Ht] and ``final`` [T, Ht]."""
+
+    ids: Sequence[int]
+    prompt_length: int
+    features: torch.Tensor
+    final: torch.Tensor
+
+
+def pack(sequences: Sequence[StoredSequence]) -> dict[str, torch.Tensor]:
+    """The tensors of a shard."""
+    import torch
+
+    lengths = torch.tensor([0, *(len(sequence.ids) for sequence in sequences)])
+    return {
+        "tokens": torch.tensor([token for sequence in sequences for token in sequence.ids], dtype=torch.int32),
+        "starts": lengths.cumsum(0),
+        "prompt_lengths": torch.tensor([sequence.prompt_length for sequence in sequences]),
+        "features": torch.cat([sequence.features for sequence in sequences]).to(torch.bfloat16),
+        "final": torch.cat([sequence.final for sequence in sequences]).to(torch.bfloat16),
+    }
+
+
 def write_shard(path: Path, tensors: dict[str, torch.Tensor], meta: StoreMeta, sources: Sequence[str]) -> None:
     """Writes one shard beside its place and renames it, so that a shard is either whole or absent."""
     from safetensors.torch import save_file

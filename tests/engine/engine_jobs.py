@@ -202,5 +202,23 @@ def sampled(target, drafter, prompt, samples, out):
     Path(out).write_text(json.dumps(result))
 
 
+def features(target, layers, vocab, out):
+    """Rows that the recorder takes while the engine answers, with chunked prefill and requests of other lengths."""
+    from vllm_ext.collect import FeatureRecorder
+
+    options = {"max_model_len": 128, "max_num_batched_tokens": 32, "enable_prefix_caching": False}
+    llm = build(target, async_scheduling=False, **options)
+    core = llm.llm_engine.engine_core.engine_core
+    recorder = FeatureRecorder(core.model_executor.driver_worker.worker.model_runner, layers)
+    inputs = [{"prompt_token_ids": prompt} for prompt in prompts(vocab)]
+    params = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True, detokenize=False)
+    found = []
+    for prompt, output in zip(inputs, llm.generate(inputs, params, use_tqdm=False), strict=True):
+        ids = prompt["prompt_token_ids"] + list(output.outputs[0].token_ids)
+        found.append({"ids": ids, "rows": recorder.take(output.request_id).tolist()})
+    recorder.close()
+    Path(out).write_text(json.dumps({"found": found, "left": len(recorder.rows)}))
+
+
 if __name__ == "__main__":
-    {f.__name__: f for f in (identity, blocks, start, sampled)}[sys.argv[1]](**json.loads(sys.argv[2]))
+    {f.__name__: f for f in (identity, blocks, start, sampled, features)}[sys.argv[1]](**json.loads(sys.argv[2]))
