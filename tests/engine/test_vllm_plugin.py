@@ -199,9 +199,9 @@ import json, sys, time
 import vllm.engine.arg_utils, vllm.model_executor.models.registry
 from vllm_ext import plugin
 before = set(sys.modules)
-start = time.perf_counter()
+start = time.process_time()  # a busy machine makes the wall clock say nothing about us
 plugin.register()
-seconds = time.perf_counter() - start
+seconds = time.process_time() - start
 plugin.register()
 new = set(sys.modules) - before
 from vllm import ModelRegistry
