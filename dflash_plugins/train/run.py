@@ -61,7 +61,7 @@ def run(
 
     def tell(progress: Progress) -> None:
         losses.append(progress.loss)
-        report(f"training, {progress.blocks_per_second:.0f} blocks/s", progress.step, progress.steps)
+        report("training", progress.step, progress.steps)
 
     finished = trainer.run(until=(minutes or float("inf")) * 60.0, tell=tell)
     document = _report(trainer, finished, losses[-100:])
