@@ -100,9 +100,9 @@ def _recipe(method: str, steps: int | None, settings: dict[str, Any]) -> Recipe:
 
 def _report(trainer: Trainer, finished: bool, losses: list[float]) -> TrainReport:
     recipe = trainer.recipe
-    served = {k: trainer.evaluate(k) for k in EVALUATED_AT if k < recipe.block_size}
-    served.setdefault(recipe.block_size - 1, trainer.evaluate())
-    whole = served[recipe.block_size - 1]
+    whole_k = recipe.block_size - 1
+    served = {k: trainer.evaluate(k) for k in sorted({*EVALUATED_AT, whole_k}) if k <= whole_k}
+    whole = served[whole_k]
     return TrainReport(
         path=str(trainer.out / DRAFTER_FOLDER),
         finished=finished,

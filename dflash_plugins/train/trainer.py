@@ -50,7 +50,6 @@ class Recipe:
     learning_rate: float = 1e-3
     weight_decay: float = 0.05
     soft_share: float = 0.5
-    feature_dropout: float = 0.0
     seed: int = 1
     held_out_sequences: int = 128
 
@@ -138,7 +137,7 @@ class Trainer:
         batch, k = self._draw(generator)
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(self.recipe, self.step)
-        loss = self._loss(batch, k, generator)
+        loss = self._loss(batch, k)
         self.optimizer.zero_grad(set_to_none=True)
         loss.backward()
         nn.utils.clip_grad_norm_(trained_parameters(self.drafter).values(), 1.0)
@@ -159,7 +158,7 @@ class Trainer:
         k = recipe.short_k if short and recipe.short_k else recipe.block_size - 1
         return make_batch(self.store, refs, anchors, k), k
 
-    def _loss(self, batch: Batch, k: int, generator: torch.Generator) -> Tensor:
+    def _loss(self, batch: Batch, k: int) -> Tensor:
         with torch.autocast("cpu", dtype=torch.bfloat16):
             hidden = block_hidden(self.drafter, batch, k)[:, :, 1:].flatten(0, 1)
             logits = self.drafter.logits(hidden)
@@ -173,10 +172,10 @@ class Trainer:
         head = self.drafter.lm_head.weight if self.drafter.lm_head is not None else self.drafter.shared_head
         return nn.functional.linear(batch.final.flatten(0, 1).to(torch.bfloat16), head.to(torch.bfloat16))  # type: ignore[union-attr]
 
-    def evaluate(self, k: int | None = None) -> HeldOut:
-        """Held-out rounds at K proposals (the block's own K by default)."""
+    def evaluate(self, k: int) -> HeldOut:
+        """Held-out rounds at K proposals."""
         with _evaluating(self.drafter), torch.autocast("cpu", dtype=torch.bfloat16):
-            return held_out(self.drafter, self.store, self.held_refs, k or self.recipe.block_size - 1)
+            return held_out(self.drafter, self.store, self.held_refs, k)
 
     def multiplications_per_step(self) -> int:
         """Multiply-adds of one forward pass of a full-K step: block rows, slots through the head, context columns."""
