@@ -9,6 +9,7 @@ from dflash_plugins.context import ContextKV
 from dflash_plugins.drafter import Drafter
 from dflash_plugins.errors import BadInput, Refused
 from dflash_plugins.layout import block_input_ids, block_positions, training_mask, training_positions
+from dflash_plugins.selector import move_scores
 
 # fp32 sums in another order than the oracle's fp64 loops; a wrong mask, norm or angle moves results by more than 1e-2.
 CLOSE = {"rtol": 1e-4, "atol": 2e-4}
@@ -105,7 +106,7 @@ def test_gradients_reach_every_parameter():
     context = drafter.context_kv(features, tiny.columns(features))
     hidden = drafter.hidden(block_input_ids(torch.tensor([5]), 39, 4), block_positions(torch.tensor([6]), 4), context)
     selector, five = drafter.candidate_selector, torch.arange(5)[None]
-    scores = selector.scores(hidden, five, five[..., None].expand(-1, -1, 3), hidden[..., :3])
+    scores = move_scores(selector, hidden, five, five[..., None].expand(-1, -1, 3), hidden[..., :3])
     (drafter.logits(hidden).square().sum() + scores.square().sum()).backward()
     assert [name for name, p in drafter.named_parameters() if p.grad is None or not p.grad.abs().sum() > 0] == []
 

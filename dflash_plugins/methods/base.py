@@ -1,4 +1,9 @@
-"""What all methods share: the record, the passes of a round, and independent choice per slot."""
+"""What all methods share: the passes of a round over whoever runs the drafter, and how slots are chosen.
+
+The loop schedule, the walk and the realised q are written here and in ``selector`` once. The reference drafter, a
+training batch and each engine's buffers appear as a ``Backbone``. Nothing here depends on values of the data, so a
+round may be captured whole in a CUDA graph.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +17,10 @@ from torch import Tensor
 
 from dflash_plugins.context import ContextKV
 from dflash_plugins.drafter import Drafter
+from dflash_plugins.errors import BadInput
 from dflash_plugins.layout import block_input_ids, block_positions
 from dflash_plugins.proposals import Dense, Distribution, OneHot, Proposals, Sparse, non_finite
-from dflash_plugins.selector import choose
+from dflash_plugins.selector import Choice, Choose, SelectorTables, candidates, choose_by_uniforms, walk
 
 
 class Draft(Protocol):
@@ -52,102 +58,177 @@ class Method:
     mode: str | None = None
 
 
+class Backbone(Protocol):
+    """Whoever runs the drafter on R blocks of K mask rows, with context and positions of its own."""
+
+    @property
+    def selector(self) -> SelectorTables | None:
+        """Tables of the selector, or None where slots are chosen by themselves."""
+
+    def hidden(self, known: Tensor, slots: slice) -> Tensor:
+        """Run a pass: block ids ``[anchor, known, MASK ...]``, ``known`` int64 target ids [R, m], m = slots.start.
+
+        Returns final-norm hidden states [R, S, H] of the proposals ``slots`` (slot 0 is the first after the anchor).
+        """
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Logits [R, S, V_draft] after multiplier and softcap."""
+
+    def target_ids(self, draft_ids: Tensor) -> Tensor:
+        """Ids of the target's vocabulary for ids of the head's rows, same shape."""
+
+
 @dataclass(frozen=True)
-class Sampling:
-    """``temperature`` fp32 [R]; ``uniforms`` [R, k], or None when every row takes an argmax."""
+class Drafted:
+    """A drafted block: ``ids`` int64 target ids [R, K].
 
-    temperature: Tensor
-    uniforms: Tensor | None
-
-    def slots(self, chosen: slice) -> Sampling:
-        """The draws of some slots."""
-        return Sampling(self.temperature, None if self.uniforms is None else self.uniforms[:, chosen])
-
-
-@dataclass(frozen=True)
-class Selected:
-    """Tokens of some slots: ``ids`` int64 target ids [R, S] and ``q`` over the same slots."""
+    ``rows`` [R, K, C] is what the chooser keeps of each slot (its realised q, or scores), None where it keeps nothing;
+    ``candidates`` int64 target ids [R, K, C] of those columns, None where they are the head's rows in order.
+    ``dropped`` bool [R]: some logit was not finite.
+    """
 
     ids: Tensor
-    q: Distribution
-
-
-Select = Callable[[Drafter, Tensor, Tensor, Tensor, Sampling], Selected]
-"""(drafter, hidden [R, S, H], logits [R, S, V_draft], token before the first slot [R], sampling) -> Selected"""
-
-
-def sampling_of(
-    anchors: Tensor,
-    k: int,
-    temperature: Tensor | float | None,
-    generator: torch.Generator | None,
-    uniforms: Tensor | None,
-) -> Sampling:
-    """Temperatures per row and the draws they need; nothing is drawn where nothing is sampled."""
-    rows, device = anchors.shape[0], anchors.device
-    if temperature is None or (not isinstance(temperature, Tensor) and temperature == 0):
-        return Sampling(torch.zeros(rows, device=device), None)
-    temperatures = torch.as_tensor(temperature, dtype=torch.float32, device=device).expand(rows)
-    if uniforms is None:
-        uniforms = torch.rand(rows, k, generator=generator, device=device)
-    return Sampling(temperatures, uniforms)
+    rows: Tensor | None
+    candidates: Tensor | None
+    dropped: Tensor
 
 
 def draft_in_passes(
-    drafter: Drafter,
-    anchors: Tensor,
-    positions: Tensor,
-    context: ContextKV,
-    k: int,
-    sampling: Sampling,
-    select: Select,
-    prefix_lengths: Sequence[int] = (),
-) -> Proposals:
+    backbone: Backbone, anchors: Tensor, k: int, choose: Choose, prefix_lengths: Sequence[int] = ()
+) -> Drafted:
     """Run the drafter once per prefix and once more; every pass selects its own slots and keeps what is selected.
 
-    ``prefix_lengths`` rise strictly and lie strictly between 0 and k. With none this is a single pass over all slots.
+    ``anchors`` int [R]. ``prefix_lengths`` rise strictly and lie strictly between 0 and k; with none this is a single
+    pass over all slots. ``choose`` draws the slots' tokens (``selector.Choose``).
     """
-    bounds = [0, *prefix_lengths, k]
     ids = anchors.new_empty(anchors.shape[0], 0, dtype=torch.int64)
     dropped = torch.zeros(anchors.shape[0], dtype=torch.bool, device=anchors.device)
-    parts: list[Selected] = []
-    for first, last in pairwise(bounds):
-        inputs = block_input_ids(anchors, drafter.config.mask_token_id, k, ids)
-        # Row 0 is the anchor, so slot s of the proposals is row s + 1.
-        hidden = drafter.hidden(inputs, block_positions(positions, k), context)[:, first + 1 : last + 1]
-        logits = drafter.logits(hidden)
+    parts: list[Drafted] = []
+    for first, last in pairwise([0, *prefix_lengths, k]):
+        hidden = backbone.hidden(ids, slice(first, last))
+        logits = backbone.logits(hidden)
         dropped = dropped | non_finite(logits)
         logits = logits.masked_fill(dropped[:, None, None], 0.0)
         hidden = hidden.masked_fill(dropped[:, None, None], 0.0)
-        previous = ids[:, -1] if parts else anchors
-        parts.append(select(drafter, hidden, logits, previous.long(), sampling.slots(slice(first, last))))
+        previous = ids[:, -1] if parts else anchors.long()
+        parts.append(_select(backbone, hidden, logits, previous, choose, first, dropped))
         ids = torch.cat([ids, parts[-1].ids], dim=1)
-    return Proposals.of(ids, _joined([part.q for part in parts]), dropped=dropped)
+    rows, names = [part.rows for part in parts], [part.candidates for part in parts]
+    return Drafted(ids, _joined(rows), _joined(names), dropped)
 
 
-def _joined(parts: list[Distribution]) -> Distribution:
-    """q of consecutive slots as one; passes of one round all use the same kind."""
-    dense = [part for part in parts if isinstance(part, Dense)]
-    sparse = [part for part in parts if isinstance(part, Sparse)]
-    if len(dense) == len(parts):
-        return Dense(torch.cat([part.probs for part in dense], dim=1))
-    if len(sparse) == len(parts):
-        return Sparse(torch.cat([p.ids for p in sparse], dim=1), torch.cat([p.probs for p in sparse], dim=1))
-    return OneHot()
+def _select(
+    backbone: Backbone, hidden: Tensor, logits: Tensor, previous: Tensor, choose: Choose, first: int, dropped: Tensor
+) -> Drafted:
+    selector = backbone.selector
+    if selector is None:
+        choice = choose(logits, first)
+        return Drafted(backbone.target_ids(choice.index), choice.rows, None, dropped)
+    unary, draft_ids = candidates(logits, selector.top_k)
+    names = backbone.target_ids(draft_ids)
+    walked = walk(selector, hidden, names, unary, previous, choose, first)
+    return Drafted(walked.ids, walked.rows, None if walked.rows is None else names, dropped)
 
 
-def select_independently(
-    drafter: Drafter, _hidden: Tensor, logits: Tensor, _previous: Tensor, sampling: Sampling
-) -> Selected:
-    """Each slot for itself: argmax, or a draw from softmax(logits / T). A reduced head gives a sparse q."""
-    rows, slots, vocab = logits.shape
-    temperature = sampling.temperature[:, None].expand(rows, slots).reshape(-1)
-    uniforms = None if sampling.uniforms is None else sampling.uniforms.reshape(-1)
+def _joined(parts: Sequence[Tensor | None]) -> Tensor | None:
+    """Consecutive slots as one; passes of one round all keep the same kind of thing."""
+    tensors = [part for part in parts if part is not None]
+    return torch.cat(tensors, dim=1) if tensors else None
+
+
+def realised_q(backbone: Backbone, drafted: Drafted) -> Distribution:
+    """q of a block whose ``rows`` are the distributions its tokens were drawn from; one-hot where nothing was kept."""
+    if drafted.rows is None:
+        return OneHot()
+    if drafted.candidates is not None:
+        return Sparse(drafted.candidates, drafted.rows)
+    whole = torch.arange(drafted.rows.shape[-1], device=drafted.rows.device)
+    names = backbone.target_ids(whole)
+    # The same tensor comes back where head rows and target ids are the same thing.
+    return Dense(drafted.rows) if names is whole else Sparse(names.expand(drafted.rows.shape), drafted.rows)
+
+
+@dataclass(frozen=True)
+class ReferenceBackbone:
+    """The reference ``drafter`` on ``context`` of R rows, anchors [R] at ``positions`` [R], ``k`` mask rows."""
+
+    drafter: Drafter
+    anchors: Tensor
+    positions: Tensor
+    context: ContextKV
+    k: int
+
+    @property
+    def selector(self) -> SelectorTables | None:
+        """See ``Backbone``."""
+        return self.drafter.candidate_selector
+
+    def hidden(self, known: Tensor, slots: slice) -> Tensor:
+        """See ``Backbone``."""
+        inputs = block_input_ids(self.anchors, self.drafter.config.mask_token_id, self.k, known)
+        rows = self.drafter.hidden(inputs, block_positions(self.positions, self.k), self.context)
+        # Row 0 is the anchor, so slot s of the proposals is row s + 1.
+        return rows[:, slots.start + 1 : slots.stop + 1]
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """See ``Backbone``."""
+        return self.drafter.logits(hidden)
+
+    def target_ids(self, draft_ids: Tensor) -> Tensor:
+        """See ``Backbone``."""
+        return self.drafter.target_ids(draft_ids)
+
+
+def chooser(
+    anchors: Tensor,
+    k: int,
+    temperature: Tensor | float | None,
+    generator: torch.Generator | None = None,
+    uniforms: Tensor | None = None,
+) -> Choose:
+    """How the slots of a block are drawn; nothing is drawn where nothing is sampled. Arguments as in ``Draft``."""
+    if temperature is None or (not isinstance(temperature, Tensor) and temperature == 0):
+        return choose_by_argmax
+    rows, device = anchors.shape[0], anchors.device
+    temperatures = torch.as_tensor(temperature, dtype=torch.float32, device=device).expand(rows)
     if uniforms is None:
-        return Selected(drafter.target_ids(logits.argmax(dim=-1)), OneHot())
-    index, probs = choose(logits.reshape(-1, vocab), temperature, uniforms)
-    ids, probs = drafter.target_ids(index).view(rows, slots), probs.view(rows, slots, vocab)
-    if drafter.d2t is None:
-        return Selected(ids, Dense(probs))
-    whole = drafter.target_ids(torch.arange(vocab, device=logits.device))
-    return Selected(ids, Sparse(whole.expand(rows, slots, vocab), probs))
+        uniforms = torch.rand(rows, k, generator=generator, device=device)
+    return choose_by_uniforms(temperatures, uniforms)
+
+
+def choose_by_argmax(scores: Tensor, _first: int) -> Choice:
+    """The best of each row, of equals the first; q is one-hot, so nothing is kept."""
+    return Choice(scores.argmax(dim=-1), None)
+
+
+def reference_draft(prefixes: Callable[[Drafter, int], Sequence[int]], *, walks: bool = False) -> Draft:
+    """``Draft`` on the reference drafter, in the passes that ``prefixes(drafter, k)`` asks for.
+
+    ``walks`` refuses, with BadInput, a drafter that has no selector to walk with.
+    """
+
+    def draft(
+        drafter: Drafter,
+        anchors: Tensor,
+        positions: Tensor,
+        context: ContextKV,
+        k: int,
+        *,
+        temperature: Tensor | float | None = None,
+        generator: torch.Generator | None = None,
+        uniforms: Tensor | None = None,
+    ) -> Proposals:
+        if walks and drafter.candidate_selector is None:
+            raise BadInput("this drafter has no selector: it is no DFlash 2 drafter")
+        lengths = prefixes(drafter, k)
+        backbone = ReferenceBackbone(drafter, anchors, positions, context, k)
+        choose = chooser(anchors, k, temperature, generator, uniforms)
+        drafted = draft_in_passes(backbone, anchors, k, choose, lengths)
+        return Proposals.of(drafted.ids, realised_q(backbone, drafted), dropped=drafted.dropped)
+
+    return draft
+
+
+def one_pass(_drafter: Drafter, _k: int) -> tuple[int, ...]:
+    """The schedule of a method that does not loop."""
+    return ()

@@ -9,17 +9,11 @@ import warnings
 from functools import cache
 from itertools import pairwise
 
-import torch
-from torch import Tensor
-
 from dflash_plugins.config import LoopConfig
-from dflash_plugins.context import ContextKV
 from dflash_plugins.drafter import Drafter
 from dflash_plugins.errors import BadInput
-from dflash_plugins.methods.base import Method, Select, draft_in_passes, sampling_of, select_independently
-from dflash_plugins.methods.dflash2 import select_by_walk
+from dflash_plugins.methods.base import Method, reference_draft
 from dflash_plugins.pair import served_prefix_lengths
-from dflash_plugins.proposals import Proposals
 
 
 @cache
@@ -37,37 +31,17 @@ def _served_prefixes(loop: LoopConfig, k: int) -> tuple[int, ...]:
     return kept
 
 
-def _selection(drafter: Drafter) -> Select:
-    return select_independently if drafter.candidate_selector is None else select_by_walk
-
-
-def draft(
-    drafter: Drafter,
-    anchors: Tensor,
-    positions: Tensor,
-    context: ContextKV,
-    k: int,
-    *,
-    temperature: Tensor | float | None = None,
-    generator: torch.Generator | None = None,
-    uniforms: Tensor | None = None,
-) -> Proposals:
-    """Draft K slots in one pass per prefix and a last one; arguments as in ``base.Draft``.
-
-    Tokens once selected stay, and q of a token is that of the pass that selected it.
-    """
+def _prefixes(drafter: Drafter, k: int) -> tuple[int, ...]:
     loop = drafter.config.loop
     if loop is None or loop.mode != "refine":
         raise BadInput(f"this drafter describes no refine loop: dflash_config.dloop is {loop}")
-    prefixes = _served_prefixes(loop, k)
-    sampling = sampling_of(anchors, k, temperature, generator, uniforms)
-    return draft_in_passes(drafter, anchors, positions, context, k, sampling, _selection(drafter), prefixes)
+    return _served_prefixes(loop, k)
 
 
 METHOD = Method(
     "dloop-refine",
     "one pass per prefix, each reading the tokens selected before",
     ("DLoopDraftModel",),
-    draft,
+    reference_draft(_prefixes),
     "refine",
 )
