@@ -1,4 +1,4 @@
-"""The drafter's class in vLLM: the engine's own, with the mend of the context keys, and nothing loaded unseen.
+"""The drafter's class in vLLM: the engine's own parts for DFlash, DFlash 2 and D-Loop, and nothing loaded unseen.
 
 Imported by vLLM in the process that builds the drafter. The config is read again by the core, because the engine drops
 keys of a plain DFlash drafter silently; every tensor is accounted for before the first is copied, and every parameter
@@ -14,18 +14,21 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+from vllm.compilation.backends import set_model_tag
 from vllm.config import ModelConfig, SpeculativeConfig, VllmConfig
 from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.models.qwen3_dflash import DFlashQwen3ForCausalLM, DFlashQwen3Model
+from vllm.model_executor.models.qwen3_dflash2 import CandidateSelector, DFlash2Qwen3DecoderLayer
 
 from dflash_plugins import __version__
 from dflash_plugins.checkpoint import Accounting, Header, account, id_map_findings
 from dflash_plugins.config import DraftConfig, TargetConfig, read_draft_config
 from dflash_plugins.errors import DFlashPluginsError, Refused
 from dflash_plugins.findings import Finding, Severity, errors
-from dflash_plugins.pair import k_findings, pair_findings, serving_dtype_findings
-from vllm_ext import cpu_mends
+from dflash_plugins.pair import k_findings, pair_findings, served_prefix_lengths, serving_dtype_findings
+from dflash_plugins.selector import candidates
+from vllm_ext import cpu_mends, runner
 from vllm_ext.hooks import AT_LOADING, drift
 from vllm_ext.plugin import DISABLE, read_switches
 
@@ -39,43 +42,69 @@ _STORED = {
 
 
 class DraftModel(DFlashQwen3Model):
-    """The engine's drafter body, applying ``input_embedding_scale``."""
+    """The engine's drafter body, applying ``input_embedding_scale``, and with bug A mended where it is there."""
 
     input_embedding_scale = 1.0
+    mends_context_k_norm = False
 
     def embed_input_ids(self, input_ids: torch.Tensor) -> torch.Tensor:
         """Embeddings [N, H] of ids [N], scaled."""
         embeddings = super().embed_input_ids(input_ids)
         return embeddings if self.input_embedding_scale == 1.0 else embeddings * self.input_embedding_scale
 
-
-class MendedDraftModel(DraftModel):
-    """The same with context keys normed layer by layer (bug A)."""
-
     def _normalize_context_k(self, all_k: torch.Tensor) -> torch.Tensor:
-        return cpu_mends.normalize_context_k_by_layer(self, all_k)
+        if self.mends_context_k_norm:
+            return cpu_mends.normalize_context_k_by_layer(self, all_k)
+        return super()._normalize_context_k(all_k)
+
+
+class ConvolvedDraftModel(DraftModel):
+    """The same with the engine's convolutions of DFlash 2 around every sublayer."""
+
+    decoder_layer_cls = DFlash2Qwen3DecoderLayer
 
 
 class DFlashPluginsDraftModel(DFlashQwen3ForCausalLM):
-    """Serves architecture ``DFlashDraftModel`` on CPU platforms.
+    """Serves ``DFlashDraftModel``, ``DFlash2DraftModel`` and ``DLoopDraftModel``: which one, the config says.
 
     Raises ``Refused`` with all reasons at once: in the constructor for what the config says, in ``load_weights`` for
     what the checkpoint holds.
     """
 
-    non_finite_rows = 0
-
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         _refuse_drift()
         draft_config = _read_config(vllm_config)
-        self.model_cls, context_k_norm = _choose_body()
+        self.model_cls = ConvolvedDraftModel if draft_config.conv else DraftModel
         super().__init__(vllm_config=vllm_config, prefix=prefix)
         self.draft_config = draft_config
         self.target = target_facts(vllm_config.model_config)
-        self.context_k_norm = context_k_norm
         self.num_proposals = _speculation(vllm_config).num_speculative_tokens
+        self.prefix_lengths = served_prefixes(draft_config, self.num_proposals)
+        self.non_finite_rows = 0
+        self.context_k_norm = _mend_context_k_norm(cast(DraftModel, self.model))
         self._apply_scales(draft_config)
+        self._add_selector(vllm_config)
         self._refuse_other_causality()
+
+    def _add_selector(self, vllm_config: VllmConfig) -> None:
+        config = self.draft_config
+        if config.selector is None:
+            return
+        # Without its own tag the selector would share the compile cache of the drafter's body.
+        with set_model_tag("dflash_plugins_candidate_selector"):
+            self.model.candidate_selector = CandidateSelector(
+                hidden_size=config.hidden_size,
+                vocab_size=config.vocab_size,
+                rank=config.selector.rank,
+                top_k=config.selector.top_k,
+                params_dtype=cast(torch.dtype, vllm_config.model_config.dtype),
+                prefix="model.candidate_selector",
+            )
+
+    @property
+    def selector(self) -> Any:
+        """The engine's selector module, whose tables the walk reads, or None."""
+        return getattr(self.model, "candidate_selector", None)
 
     def _refuse_other_causality(self) -> None:
         built = tuple(self.get_draft_attn_causal())
@@ -91,21 +120,42 @@ class DFlashPluginsDraftModel(DFlashQwen3ForCausalLM):
             scale, soft_cap = engine_order(multiplier * self.logits_processor.scale, cap)
             self.logits_processor = LogitsProcessor(self.config.draft_vocab_size, scale=scale, soft_cap=soft_cap)
 
+    def draft_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Logits [N, V_draft] of final-norm hidden [N, H], after multiplier and softcap; the same on every rank."""
+        logits: torch.Tensor = self.logits_processor(self.lm_head, hidden_states)
+        return logits
+
+    def target_ids(self, draft_ids: torch.Tensor) -> torch.Tensor:
+        """Ids of the target's vocabulary for rows of the head, any shape."""
+        offsets = self.draft_id_to_target_id
+        return draft_ids if offsets is None else draft_ids + offsets[draft_ids]
+
+    def compute_candidates(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Target ids and fp32 logits [N, C] of the best candidates, as the engine's own DFlash 2 speculator asks."""
+        logits, draft_ids = candidates(self.draft_logits(hidden_states), self.selector.top_k)
+        return self.target_ids(draft_ids), logits.float()
+
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor | None:
         """Draft logits [N, V] of final-norm hidden states [N, H]; rows that are not finite propose nothing likely."""
         logits = super().compute_logits(hidden_states)
         if logits is None:
             return None
-        logits, dropped = drop_non_finite(logits)
+        logits, bad = drop_non_finite(logits)
+        self.count_non_finite(bad)
+        return logits
+
+    def count_non_finite(self, bad: torch.Tensor) -> None:
+        """Add to ``non_finite_rows`` the draft rows ``bad`` [N]; warn at the first where that needs no wait."""
+        if bad.is_cuda:
+            return  # reading it would make the host wait; verification is as safe without the message
+        dropped = int(bad.sum())
         if dropped and not self.non_finite_rows:
             logger.warning(
-                "dflash-plugins: %d draft rows are not finite and are drafted uniformly instead (reported once); "
-                "was the drafter trained in another dtype than %s?",
+                "dflash-plugins: %d draft rows are not finite and propose nothing likely instead (reported once); "
+                "was the drafter trained in another dtype than it is served in?",
                 dropped,
-                logits.dtype,
             )
         self.non_finite_rows += dropped
-        return logits
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:  # type: ignore[override]
         """Load the released layout. Raises Refused, before anything is copied, for a tensor missing or unclaimed."""
@@ -127,18 +177,29 @@ class DFlashPluginsDraftModel(DFlashQwen3ForCausalLM):
             return []
         return id_map_findings(directory, accounting, self.target.vocab_size)
 
+    def mode(self) -> str:
+        """How a block is drafted, in words."""
+        choice = "independent slots" if self.draft_config.selector is None else "selector walk"
+        loop = self.draft_config.loop
+        return f"one pass, {choice}" if loop is None else f"{loop.mode} {list(self.prefix_lengths)}, {choice}"
+
     def facts(self) -> str:
         """Method, mode, K, what the block looks like and what was mended, in one line."""
         from vllm.utils import cpu_triton_utils
 
         config = self.draft_config
-        causal = "causal" if all(config.causal) else "bidirectional"
+        causal = "causal" if all(config.causal) else "mixed" if any(config.causal) else "bidirectional"
         expand_kernel = cpu_mends.expand_kernel_fact(cpu_triton_utils._expand_kernel_impl)
         return (
-            f"method {config.method}, mode one pass, K {self.num_proposals} (trained for {config.k}), "
+            f"method {config.method}, mode {self.mode()}, K {self.num_proposals} (trained for {config.k}), "
             f"{config.num_layers} {causal} layers on target layers {list(config.target_layer_ids)}; "
             f"mends: context_k_norm {self.context_k_norm}, expand_kernel {expand_kernel}"
         )
+
+
+def served_prefixes(config: DraftConfig, k: int) -> tuple[int, ...]:
+    """Prefix lengths of the passes at ``k`` proposals; none for a drafter that does not loop."""
+    return () if config.loop is None else served_prefix_lengths(config.loop, k)[0]
 
 
 def engine_order(multiplier: float, cap: float | None) -> tuple[float, float | None]:
@@ -149,15 +210,14 @@ def engine_order(multiplier: float, cap: float | None) -> tuple[float, float | N
     return multiplier, None if cap is None else cap / multiplier
 
 
-def drop_non_finite(logits: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """``logits`` [N, V] with rows whose maximum is not finite set to 0, and how many they were.
+def drop_non_finite(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """``logits`` [N, V] with rows whose maximum is not finite set to 0, and which they were, bool [N].
 
     A row of zeros is a proposal drawn from a uniform q: valid for verification, where NaN would be passed on. Single
     entries of -inf (ids outside a reduced draft vocabulary) are meant and stay.
     """
     bad = ~torch.isfinite(logits.amax(-1))
-    dropped = int(bad.sum())
-    return (logits.masked_fill(bad.unsqueeze(-1), 0.0) if dropped else logits), dropped
+    return logits.masked_fill(bad.unsqueeze(-1), 0.0), bad
 
 
 def _refuse_drift() -> None:
@@ -167,13 +227,15 @@ def _refuse_drift() -> None:
         raise DFlashPluginsError(f"vLLM is not as dflash-plugins knows it ({DISABLE}=1 serves without it):\n{lines}")
 
 
-def _choose_body() -> tuple[type[DFlashQwen3Model], str]:
+def _mend_context_k_norm(body: DraftModel) -> str:
+    """Switch the mend of bug A on where a probe finds the bug; says what was done."""
     if cpu_mends.context_k_norm_is_right(DFlashQwen3Model._normalize_context_k):
-        return DraftModel, "right as shipped"
+        return "right as shipped"
     if read_switches(os.environ).no_context_k_norm:
         logger.warning("dflash-plugins: context keys of layers >= 1 are wrong on this CPU and their mend is off")
-        return DraftModel, "off"
-    return MendedDraftModel, "mended"
+        return "off"
+    body.mends_context_k_norm = True
+    return "mended"
 
 
 def _speculation(vllm_config: VllmConfig) -> SpeculativeConfig:
@@ -211,7 +273,41 @@ def served_findings(config: DraftConfig, vllm_config: VllmConfig) -> list[Findin
         *k_findings(config, _speculation(vllm_config).num_speculative_tokens),
         *serving_dtype_findings(config.dtype, served),
         *_layer_kind_findings(config, vllm_config.use_v2_model_runner),
+        *_loop_findings(config, _speculation(vllm_config).num_speculative_tokens),
+        *_place_findings(config, vllm_config),
+        *_runner_findings(config, vllm_config.use_v2_model_runner),
     ]
+
+
+def _loop_findings(config: DraftConfig, k: int) -> list[Finding]:
+    if config.loop is None:
+        return []
+    if config.loop.mode != "refine":
+        mend = 'use mode "refine", or serve the backbone without dflash_config.dloop'
+        return [_error("loop-mode", "dflash_config.dloop.mode", config.loop.mode, "this mode is not served yet", mend)]
+    return list(served_prefix_lengths(config.loop, k)[1])
+
+
+def _place_findings(config: DraftConfig, vllm_config: VllmConfig) -> list[Finding]:
+    """vLLM's convolution layer reads two keys in one place only."""
+    nested = getattr(_speculation(vllm_config).draft_model_config.hf_config, "dflash_config", None) or {}
+    wanted = {} if config.conv is None else {"conv_kernel_size": config.conv.kernel_size}
+    wanted |= {} if config.conv is None else {"conv_group_size": config.conv.group_size}
+    message, mend = "vLLM reads this key in dflash_config only", "write it there in the drafter's config.json"
+    return [
+        _error("place", f"dflash_config.{key}", nested.get(key), f"{message}; the drafter needs {value}", mend)
+        for key, value in wanted.items()
+        if nested.get(key) != value
+    ]
+
+
+def _runner_findings(config: DraftConfig, v2: bool) -> list[Finding]:
+    """A loop or a walk that the runner does not know of would silently draft as plain DFlash."""
+    if config.method == "dflash" or (config.method == "dflash2" and v2) or runner.in_force():
+        return []
+    message = f"the runner of this vLLM drafts this as plain DFlash: {runner.why_not() or 'the plugin was not asked'}"
+    mend = "use an engine version of the compatibility matrix"
+    return [_error("runner-hooks", "architectures", config.architecture, message, mend)]
 
 
 def _layer_kind_findings(config: DraftConfig, use_v2_model_runner: bool) -> list[Finding]:

@@ -58,6 +58,22 @@ AT_REGISTRATION = (
         "to serve the drafter's architecture with our subclass",
         parameters=("model_arch", "model_cls"),
     ),
+    Hook(
+        "vllm.config",
+        "VllmConfig._get_v1_model_runner_unsupported_features",
+        Use.REPLACED,
+        "to let DFlash 2 pass where our proposer drafts it",
+        parameters=("self",),
+        reads=("_is_dflash_candidate_draft",),
+    ),
+    Hook(
+        "vllm.config",
+        "VllmConfig.enable_trace_function_call_for_thread",
+        Use.REPLACED,
+        "to be called by every worker with its config before it imports its runner",
+        parameters=("self",),
+    ),
+    Hook("vllm.config", "VllmConfig.use_v2_model_runner", Use.READ, "to know which runner will draft"),
 )
 
 EXPAND_KERNEL = Hook(
@@ -74,6 +90,74 @@ EXPAND_KERNEL_TAKEN = Hook(
     Use.READ,
     "to be sure that the engine takes the function by this name after plugins have loaded",
     reads=("_expand_kernel_impl",),
+)
+
+_PROPOSER = "vllm.v1.spec_decode.dflash"
+
+# Checked in a worker whose V1 runner is to draft DFlash 2 or D-Loop, before its runner is built.
+AT_RUNNER_V1 = (
+    Hook("vllm.v1.worker.gpu_model_runner", "DFlashProposer", Use.REPLACED, "to draft by the core's passes"),
+    Hook(
+        "vllm.v1.worker.gpu_model_runner",
+        "GPUModelRunner.__init__",
+        Use.READ,
+        "to be sure that the runner takes the proposer by this name",
+        reads=("DFlashProposer",),
+    ),
+    Hook(
+        _PROPOSER,
+        "DFlashProposer.__init__",
+        Use.OVERRIDDEN,
+        "to remember the configured K",
+        parameters=("self", "vllm_config", "device", "runner"),
+    ),
+    Hook(
+        _PROPOSER,
+        "DFlashProposer.propose",
+        Use.OVERRIDDEN,
+        "to draft all K masks and cut afterwards",
+        parameters=("self", "num_speculative_tokens"),
+        reads=(
+            "build_per_group_and_layer_attn_metadata",
+            "_determine_batch_execution_and_padding",
+            "build_model_inputs_first_pass",
+            "_sample_draft_tokens",
+            "_last_draft_probs",
+            "parallel_drafting",
+        ),
+    ),
+    Hook(
+        _PROPOSER,
+        "DFlashProposer.build_per_group_and_layer_attn_metadata",
+        Use.OVERRIDDEN,
+        "to keep the metadata for another pass",
+        parameters=("self", "cad", "draft_index"),
+    ),
+    Hook(_PROPOSER, "DFlashProposer.build_model_inputs_first_pass", Use.OVERRIDDEN, "to keep the model's inputs"),
+    Hook(
+        _PROPOSER, "DFlashProposer._determine_batch_execution_and_padding", Use.OVERRIDDEN, "to keep the batch's size"
+    ),
+    Hook(
+        _PROPOSER,
+        "DFlashProposer._sample_draft_tokens",
+        Use.OVERRIDDEN,
+        "to choose tokens by the core",
+        parameters=("self", "hidden_states", "sampling_metadata"),
+    ),
+    Hook(_PROPOSER, "DFlashProposer._get_slot_mapping", Use.CALLED, "to rewrite the block's rows at the same slots"),
+    Hook("vllm.v1.sample.sampler", "_SAMPLING_EPS", Use.READ, "to call the same requests greedy as the engine"),
+)
+
+# Checked in a worker whose V2 runner is to draft D-Loop, before its runner is built.
+AT_RUNNER_V2 = (
+    Hook(
+        "vllm.v1.worker.gpu.spec_decode",
+        "init_speculator",
+        Use.REPLACED,
+        "to build our speculator",
+        parameters=("vllm_config", "device"),
+    ),
+    Hook("vllm.v1.worker.gpu.model_runner", "init_speculator", Use.REPLACED, "as the runner took it by name"),
 )
 
 # Checked when the drafter's class is imported, in the process that builds the drafter.
@@ -193,6 +277,12 @@ class Patches:
     def item(self, label: str, mapping: MutableMapping[str, Any], key: str, value: Any) -> None:
         """Replace ``mapping[key]``, which must exist; AlreadyPatchedError as above."""
         self._patch(f"{label}[{key!r}]", lambda: mapping[key], lambda new: mapping.__setitem__(key, new), value)
+
+    def added(self, label: str, mapping: MutableMapping[str, Any], key: str) -> None:
+        """Remember ``mapping[key]`` as ours, which was not there before."""
+        self.done.append(
+            _Patch(f"{label}[{key!r}]", lambda: mapping.get(key), lambda _: mapping.pop(key, None), None, mapping[key])
+        )
 
     def _patch(self, place: str, get: Callable[[], Any], put: Callable[[Any], None], value: Any) -> None:
         if place in self.places:

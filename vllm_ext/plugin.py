@@ -1,8 +1,9 @@
 """Entry point of vLLM's plugin group: what it does, it does in milliseconds, and whatever happens it does not raise.
 
-vLLM calls ``register`` in every process and lets its exceptions kill the server. Here only two names are exchanged,
-on CPU platforms: the class behind the drafter's architecture (by name, imported when a drafter is built) and the
-broken kernel stand-in (by a function that probes the engine's own at the first call). Everything else is as shipped.
+vLLM calls ``register`` in every process and lets its exceptions kill the server. Everywhere: the architecture of D-Loop
+is added (by name, imported when a drafter is built), and two methods of the config are wrapped (see ``runner``). On
+CPU platforms also: our class behind the architectures that vLLM serves itself, and the broken kernel stand-in, by a
+function that probes the engine's own at the first call. Everything else is as shipped.
 """
 
 from __future__ import annotations
@@ -12,13 +13,11 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from vllm_ext import runner
 from vllm_ext.hooks import AT_REGISTRATION, EXPAND_KERNEL, EXPAND_KERNEL_TAKEN, Patches, drift
 
 # A child of vLLM's own logger, so that lines reach whatever handler and level the server was given.
 logger = logging.getLogger("vllm.dflash_plugins")
-
-ARCHITECTURE = "DFlashDraftModel"
-DRAFTER_CLASS = "vllm_ext.dflash:DFlashPluginsDraftModel"
 
 DISABLE = "DFLASH_PLUGINS_DISABLE"
 NO_CONTEXT_K_NORM = "DFLASH_PLUGINS_NO_MEND_CONTEXT_K_NORM"
@@ -63,8 +62,8 @@ def register() -> None:
 
 
 def undo() -> list[str]:
-    """Put back everything ``register`` has replaced; a sentence for each place that somebody else holds now."""
-    return _patches.undo()
+    """Put back everything that has been replaced; a sentence for each place that somebody else holds now."""
+    return runner.undo() + _patches.undo()
 
 
 def _register() -> None:
@@ -89,27 +88,38 @@ def _register() -> None:
 def _register_on(switches: Switches) -> None:
     from vllm.platforms import current_platform
 
+    _register_loop()
     if not current_platform.is_cpu():
         logger.debug("dflash-plugins: not a CPU platform, nothing to mend")
         return
-    _register_drafter()
+    _register_mended_drafters()
     if switches.no_expand_kernel:
         logger.warning("dflash-plugins: the mend of the expand kernel is off (%s)", NO_EXPAND_KERNEL)
     else:
         _register_expand_kernel()
 
 
-def _register_drafter() -> None:
+def _register_loop() -> None:
+    from vllm.config import VllmConfig
     from vllm.model_executor.models.registry import ModelRegistry
 
-    before = ModelRegistry.models.get(ARCHITECTURE)
-    if before is None:
-        logger.error("dflash-plugins: this vLLM does not serve %s, its drafter is not registered", ARCHITECTURE)
-        return
-    ModelRegistry.register_model(ARCHITECTURE, DRAFTER_CLASS)
-    ours = ModelRegistry.models[ARCHITECTURE]
-    ModelRegistry.models[ARCHITECTURE] = before
-    _patches.item("ModelRegistry.models", ModelRegistry.models, ARCHITECTURE, ours)
+    for architecture in runner.DLOOP:
+        if architecture in ModelRegistry.models:
+            logger.error("dflash-plugins: this vLLM serves %s itself, it is left as it is", architecture)
+            continue
+        ModelRegistry.register_model(architecture, runner.DRAFTER_CLASS)
+        _patches.added("ModelRegistry.models", ModelRegistry.models, architecture)
+    refusal, first_call = "_get_v1_model_runner_unsupported_features", "enable_trace_function_call_for_thread"
+    _patches.attribute(VllmConfig, refusal, runner.without_refusal(getattr(VllmConfig, refusal)))
+    _patches.attribute(VllmConfig, first_call, runner.before_the_runner(getattr(VllmConfig, first_call)))
+
+
+def _register_mended_drafters() -> None:
+    from vllm.model_executor.models.registry import ModelRegistry
+
+    for architecture in (runner.DFLASH, runner.DFLASH2):
+        if not runner.serve_with_our_class(_patches, ModelRegistry, architecture):
+            logger.error("dflash-plugins: this vLLM does not serve %s, its drafter is not registered", architecture)
 
 
 def _register_expand_kernel() -> None:

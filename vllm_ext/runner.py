@@ -1,0 +1,132 @@
+"""How the suite's drafting gets into the engine's runners: at the last moment, and only where a run asks for it.
+
+At registration two methods of ``VllmConfig`` are wrapped, which costs nothing. One lets DFlash 2 pass where the V1
+runner refuses it. The other is the one call that every worker makes with its config before it imports its runner;
+there the name of the runner's own drafting class is exchanged, if this run drafts with an architecture of ours.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from vllm_ext.hooks import AT_RUNNER_V1, AT_RUNNER_V2, Patches, drift
+
+logger = logging.getLogger("vllm.dflash_plugins")
+
+DRAFTER_CLASS = "vllm_ext.dflash:DFlashPluginsDraftModel"
+DFLASH = "DFlashDraftModel"
+DFLASH2 = "DFlash2DraftModel"
+# vLLM puts DFlash before names that neither begin nor end with it; both are ours.
+DLOOP = ("DLoopDraftModel", "DFlashDLoopDraftModel")
+# The entry of the engine's list of what its V1 runner lacks that we provide.
+CANDIDATE_HEAD = "DFlash candidate-head drafts"
+
+_patches = Patches()
+_sentences: list[str] = []
+
+
+def draft_architectures(vllm_config: Any) -> frozenset[str]:
+    """Architectures of the drafter that this config decodes with by method ``dflash``; none without one."""
+    speculation = vllm_config.speculative_config
+    if speculation is None or speculation.method != "dflash" or speculation.draft_model_config is None:
+        return frozenset()
+    return frozenset(speculation.draft_model_config.architectures or ())
+
+
+def drafts_here(architectures: frozenset[str], *, v2: bool) -> bool:
+    """Whether the runner needs our drafting: any D-Loop, and DFlash 2 where the engine has none."""
+    return bool(architectures.intersection(DLOOP)) or (DFLASH2 in architectures and not v2)
+
+
+def without_refusal(shipped: Callable[[Any], list[str]]) -> Callable[[Any], list[str]]:
+    """The engine's list of what its V1 runner lacks, less the head of DFlash 2, which our proposer has."""
+
+    @functools.wraps(shipped)
+    def unsupported(vllm_config: Any) -> list[str]:
+        lacking = shipped(vllm_config)
+        if DFLASH2 not in draft_architectures(vllm_config):
+            return lacking
+        return [feature for feature in lacking if feature != CANDIDATE_HEAD]
+
+    return unsupported
+
+
+def before_the_runner(shipped: Callable[[Any], None]) -> Callable[[Any], None]:
+    """The engine's first call of a worker with its config, and then ``prepare``."""
+
+    @functools.wraps(shipped)
+    def first_call(vllm_config: Any) -> None:
+        shipped(vllm_config)
+        prepare(vllm_config)
+
+    return first_call
+
+
+def prepare(vllm_config: Any) -> None:
+    """Exchange what this worker's runner needs for this config; what cannot be is logged and kept for the refusal."""
+    undo()
+    v2 = bool(vllm_config.use_v2_model_runner)
+    if not drafts_here(draft_architectures(vllm_config), v2=v2):
+        return
+    _sentences.extend(drift(AT_RUNNER_V2 if v2 else AT_RUNNER_V1))
+    if _sentences:
+        logger.error("dflash-plugins: the runner is left as it is, vLLM has changed: %s", "; ".join(_sentences))
+        return
+    try:
+        (_install_v2 if v2 else _install_v1)()
+    except Exception as error:
+        undo()
+        _sentences.append(f"installing failed: {error}")
+        logger.exception("dflash-plugins: the runner is left as it is")
+
+
+def _install_v1() -> None:
+    from vllm.model_executor.models.registry import ModelRegistry
+    from vllm.v1.worker import gpu_model_runner
+
+    from vllm_ext.proposer import DFlashPluginsProposer
+
+    _patches.attribute(gpu_model_runner, "DFlashProposer", DFlashPluginsProposer)
+    # On GPUs the engine's own class stays registered for its V2 runner; this run is not one of those.
+    serve_with_our_class(_patches, ModelRegistry, DFLASH2)
+
+
+def _install_v2() -> None:
+    from vllm.v1.worker.gpu import model_runner, spec_decode
+
+    from vllm_ext.speculator import wrapped_init_speculator
+
+    wrapped = wrapped_init_speculator(spec_decode.init_speculator)
+    _patches.attribute(spec_decode, "init_speculator", wrapped)
+    _patches.attribute(model_runner, "init_speculator", wrapped)
+
+
+def serve_with_our_class(patches: Patches, registry: Any, architecture: str) -> bool:
+    """Register our drafter class for ``architecture`` in the engine's registry, undoably; False where it is unknown."""
+    before = registry.models.get(architecture)
+    if before is None:
+        return False
+    registry.register_model(architecture, DRAFTER_CLASS)
+    ours = registry.models[architecture]
+    registry.models[architecture] = before
+    patches.item("ModelRegistry.models", registry.models, architecture, ours)
+    return True
+
+
+def in_force() -> bool:
+    """Whether this worker's runner drafts through us."""
+    return bool(_patches.done)
+
+
+def why_not() -> str:
+    """The sentences that kept the runner as it is, for a refusal."""
+    return "; ".join(_sentences)
+
+
+def undo() -> list[str]:
+    """Put back everything ``prepare`` has replaced; a sentence for each place that somebody else holds now."""
+    _sentences.clear()
+    return _patches.undo()
