@@ -10,12 +10,14 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from vllm_ext import hooks, plugin
+from vllm_ext import hooks, plugin, runner
+
+OURS = runner.DRAFTER_CLASS
 
 
 class Registry:
     def __init__(self):
-        self.models = {plugin.ARCHITECTURE: "theirs", "LlamaForCausalLM": "llama"}
+        self.models = {runner.DFLASH: "theirs", runner.DFLASH2: "theirs too", "LlamaForCausalLM": "llama"}
 
     def register_model(self, model_arch, model_cls):
         self.models[model_arch] = model_cls
@@ -23,6 +25,29 @@ class Registry:
 
 def _expand_kernel_impl(output, input_val, cu_num_tokens, replace_from, replace_to, MAX_NUM_TOKENS=None):  # noqa: N803
     raise AssertionError("must not be called at registration")
+
+
+class VllmConfig:
+    """A config of a run with method dflash and one drafter architecture."""
+
+    use_v2_model_runner = False
+
+    def __init__(self, architecture=None, method="dflash"):
+        draft = SimpleNamespace(architectures=[architecture])
+        self.speculative_config = architecture and SimpleNamespace(method=method, draft_model_config=draft)
+        self.first_calls = 0
+
+    def _is_dflash_candidate_draft(self):
+        return True
+
+    def _get_v1_model_runner_unsupported_features(self):
+        return ["something else"] + ["DFlash candidate-head drafts"] * self._is_dflash_candidate_draft()
+
+    def enable_trace_function_call_for_thread(self):
+        self.first_calls += 1
+
+
+SHIPPED = {name: value for name, value in vars(VllmConfig).items() if callable(value)}
 
 
 class CpuPlatform:
@@ -36,6 +61,7 @@ def engine(monkeypatch):
     """A vLLM of a few names, in the places where the table looks for them."""
     parts = {
         "vllm": {},
+        "vllm.config": {"VllmConfig": VllmConfig},
         "vllm.platforms": {"current_platform": SimpleNamespace(is_cpu=lambda: True)},
         "vllm.platforms.cpu": {"CpuPlatform": CpuPlatform},
         "vllm.model_executor": {},
@@ -62,22 +88,26 @@ def engine(monkeypatch):
     plugin.undo()
 
 
-def test_registers_two_names_once_and_undo_puts_them_back(engine):
+def test_registers_its_names_once_and_undo_puts_them_back(engine):
+    before = dict(engine.models)
     plugin.register()
     after = (dict(engine.models), engine.kernels._expand_kernel_impl)
-    assert engine.models == {plugin.ARCHITECTURE: plugin.DRAFTER_CLASS, "LlamaForCausalLM": "llama"}
+    names = (runner.DFLASH, runner.DFLASH2, *runner.DLOOP)
+    assert engine.models == {name: OURS for name in names} | {"LlamaForCausalLM": "llama"}
     assert engine.kernels._expand_kernel_impl is not _expand_kernel_impl
     plugin.register()
     assert (dict(engine.models), engine.kernels._expand_kernel_impl) == after
     assert plugin.undo() == []
-    assert engine.models[plugin.ARCHITECTURE] == "theirs"
+    assert engine.models == before
     assert engine.kernels._expand_kernel_impl is _expand_kernel_impl
+    assert {name: value for name, value in vars(VllmConfig).items() if callable(value)} == SHIPPED
 
 
-def test_nothing_changes_on_other_platforms(engine):
+def test_only_the_loop_is_added_on_other_platforms(engine):
     engine.modules["vllm.platforms"].current_platform.is_cpu = lambda: False
+    before = dict(engine.models)
     plugin.register()
-    assert engine.models[plugin.ARCHITECTURE] == "theirs"
+    assert engine.models == before | dict.fromkeys(runner.DLOOP, OURS)
     assert engine.kernels._expand_kernel_impl is _expand_kernel_impl
 
 
@@ -85,14 +115,14 @@ def test_nothing_changes_on_other_platforms(engine):
 def test_everything_can_be_switched_off(engine, monkeypatch, value):
     monkeypatch.setenv(plugin.DISABLE, value)
     plugin.register()
-    assert engine.models[plugin.ARCHITECTURE] == "theirs"
+    assert engine.models[runner.DFLASH] == "theirs"
     assert engine.kernels._expand_kernel_impl is _expand_kernel_impl
 
 
 def test_the_expand_kernel_alone_can_be_left(engine, monkeypatch, caplog):
     monkeypatch.setenv(plugin.NO_EXPAND_KERNEL, "1")
     plugin.register()
-    assert engine.models[plugin.ARCHITECTURE] == plugin.DRAFTER_CLASS
+    assert engine.models[runner.DFLASH] == OURS
     assert engine.kernels._expand_kernel_impl is _expand_kernel_impl
     assert plugin.NO_EXPAND_KERNEL in caplog.text
 
@@ -101,14 +131,14 @@ def test_the_context_k_norm_switch_is_read_but_not_acted_on_here(engine, monkeyp
     monkeypatch.setenv(plugin.NO_CONTEXT_K_NORM, "1")
     plugin.register()
     assert plugin.read_switches(os.environ) == plugin.Switches(no_context_k_norm=True)
-    assert engine.models[plugin.ARCHITECTURE] == plugin.DRAFTER_CLASS
+    assert engine.models[runner.DFLASH] == OURS
 
 
 def test_a_value_that_is_neither_is_refused_by_name_and_value(engine, monkeypatch, caplog):
     monkeypatch.setenv(plugin.NO_EXPAND_KERNEL, "maybe")
     monkeypatch.setenv(plugin.DISABLE, "2")
     plugin.register()
-    assert engine.models[plugin.ARCHITECTURE] == "theirs"
+    assert engine.models[runner.DFLASH] == "theirs"
     assert engine.kernels._expand_kernel_impl is _expand_kernel_impl
     assert "DFLASH_PLUGINS_NO_MEND_EXPAND_KERNEL='maybe'" in caplog.text
     assert "DFLASH_PLUGINS_DISABLE='2'" in caplog.text
@@ -119,7 +149,7 @@ def test_drift_is_one_sentence_each_and_nothing_is_registered(engine, caplog):
     registry.register_model = lambda name, model_cls: None
     del engine.modules["vllm.platforms"].current_platform.is_cpu
     plugin.register()
-    assert engine.models[plugin.ARCHITECTURE] == "theirs"
+    assert engine.models[runner.DFLASH] == "theirs"
     assert engine.kernels._expand_kernel_impl is _expand_kernel_impl
     (record,) = [r for r in caplog.records if r.levelno == logging.ERROR]
     assert "current_platform.is_cpu is gone" in record.getMessage()
@@ -129,21 +159,21 @@ def test_drift_is_one_sentence_each_and_nothing_is_registered(engine, caplog):
 def test_a_kernel_that_moved_costs_only_its_own_mend(engine, caplog):
     del engine.kernels._expand_kernel_impl
     plugin.register()
-    assert engine.models[plugin.ARCHITECTURE] == plugin.DRAFTER_CLASS
+    assert engine.models[runner.DFLASH] == OURS
     assert "_expand_kernel_impl is gone" in caplog.text
 
 
-def test_an_engine_that_does_not_know_the_architecture_is_said(engine, caplog):
-    del engine.models[plugin.ARCHITECTURE]
+def test_an_engine_that_does_not_know_an_architecture_is_said(engine, caplog):
+    del engine.models[runner.DFLASH]
     plugin.register()
-    assert plugin.ARCHITECTURE not in engine.models
+    assert runner.DFLASH not in engine.models
     assert "does not serve DFlashDraftModel" in caplog.text
 
 
 def test_an_exception_undoes_what_was_done_and_does_not_leave(engine, monkeypatch, caplog):
     monkeypatch.setattr(plugin, "_register_expand_kernel", lambda: 1 / 0)
     plugin.register()
-    assert engine.models[plugin.ARCHITECTURE] == "theirs"
+    assert engine.models[runner.DFLASH] == "theirs"
     assert "nothing is registered" in caplog.text
 
 
@@ -153,6 +183,62 @@ def test_no_engine_is_no_exception(monkeypatch, caplog):
     monkeypatch.setitem(sys.modules, "vllm", None)
     plugin.register()
     assert "vllm.platforms.current_platform.is_cpu is gone" in caplog.text
+
+
+def test_an_engine_that_serves_the_loop_itself_keeps_its_own(engine, caplog):
+    engine.models[runner.DLOOP[0]] = "theirs"
+    plugin.register()
+    assert engine.models[runner.DLOOP[0]] == "theirs"
+    assert f"serves {runner.DLOOP[0]} itself" in caplog.text
+    plugin.undo()
+    assert engine.models[runner.DLOOP[0]] == "theirs"
+
+
+@pytest.mark.parametrize(
+    ("config", "lacking"),
+    [
+        (VllmConfig(runner.DFLASH2), ["something else"]),
+        (VllmConfig("LiLiCorrDraftModel"), ["something else", runner.CANDIDATE_HEAD]),
+        (VllmConfig(runner.DFLASH2, method="eagle3"), ["something else", runner.CANDIDATE_HEAD]),
+        (VllmConfig(), ["something else", runner.CANDIDATE_HEAD]),
+    ],
+)
+def test_only_the_head_that_we_provide_is_no_longer_refused(engine, config, lacking):
+    plugin.register()
+    assert config._get_v1_model_runner_unsupported_features() == lacking
+
+
+@pytest.mark.parametrize(
+    ("architecture", "v2", "table"),
+    [
+        (runner.DFLASH, False, None),
+        (runner.DFLASH2, False, "AT_RUNNER_V1"),
+        (runner.DFLASH2, True, None),
+        (runner.DLOOP[1], False, "AT_RUNNER_V1"),
+        (runner.DLOOP[1], True, "AT_RUNNER_V2"),
+        (None, False, None),
+    ],
+)
+def test_a_worker_looks_at_the_runner_only_where_it_is_to_draft(engine, monkeypatch, architecture, v2, table):
+    asked = []
+    monkeypatch.setattr(runner, "drift", lambda rows: asked.append(rows) or ["it moved"])
+    monkeypatch.setattr(VllmConfig, "use_v2_model_runner", v2)
+    plugin.register()
+    config = VllmConfig(architecture)
+    config.enable_trace_function_call_for_thread()
+    assert config.first_calls == 1
+    assert asked == ([getattr(runner, table)] if table else [])
+    assert not runner.in_force()
+    assert runner.why_not() == ("it moved" if table else "")
+
+
+def test_what_was_added_is_taken_away_and_somebody_elses_is_left():
+    patches, table = hooks.Patches(), {"a": 1, "b": 1}
+    patches.added("table", table, "a")
+    patches.added("table", table, "b")
+    table["b"] = 2
+    assert patches.undo() == ["table['b'] was replaced again by somebody else and is left as it is"]
+    assert table == {"b": 2}
 
 
 class Place:
@@ -192,12 +278,13 @@ def test_the_installed_vllm_is_as_every_row_says():
     pytest.importorskip("vllm")
     table = (*hooks.AT_REGISTRATION, hooks.EXPAND_KERNEL, hooks.EXPAND_KERNEL_TAKEN, *hooks.AT_LOADING)
     assert hooks.drift(table) == []
+    assert hooks.drift(hooks.AT_RUNNER_V1) == []
 
 
 REAL = """
 import json, sys, time
 import vllm.engine.arg_utils, vllm.model_executor.models.registry
-from vllm_ext import plugin
+from vllm_ext import plugin, runner
 before = set(sys.modules)
 start = time.process_time()  # a busy machine makes the wall clock say nothing about us
 plugin.register()
@@ -212,10 +299,10 @@ facts = {
     "worker": [name for name in sys.modules if name.startswith(("vllm.v1.worker", "vllm.model_executor.models.qwen3"))],
     "kernels": [name for name in new if "_C" in name],
     "cuda": torch.cuda.is_initialized(),
-    "model": str(ModelRegistry.models[plugin.ARCHITECTURE]),
+    "model": str(ModelRegistry.models[runner.DFLASH]),
     "places": plugin._patches.places,
     "left": plugin.undo(),
-    "model_after": str(ModelRegistry.models[plugin.ARCHITECTURE]),
+    "model_after": str(ModelRegistry.models[runner.DFLASH]),
 }
 print("FACTS" + json.dumps(facts))
 """
@@ -232,6 +319,6 @@ def test_real_registration_is_quick_and_imports_no_worker():
     assert facts["kernels"] == []
     assert facts["cuda"] is False
     assert "vllm_ext.dflash" in facts["model"]
-    assert len(facts["places"]) == 2
+    assert len(facts["places"]) == 7
     assert facts["left"] == []
     assert "qwen3_dflash" in facts["model_after"]
