@@ -9,8 +9,10 @@ import torch
 from torch import Tensor
 
 from dflash_plugins.drafter import Drafter
-from dflash_plugins.layout import block_input_ids, training_mask, training_positions
+from dflash_plugins.methods.base import choose_by_argmax, draft_in_passes
+from dflash_plugins.pair import served_prefix_lengths
 from dflash_plugins.train.batches import Batch, every_anchor, make_batch
+from dflash_plugins.train.blocks import BatchBackbone
 from dflash_plugins.train.store import FeatureStore, SequenceRef
 
 ANCHORS_AT_ONCE = 64
@@ -25,24 +27,13 @@ class HeldOut:
     accepted_by_slot: tuple[float, ...]
 
 
-def block_hidden(drafter: Drafter, batch: Batch, k: int) -> Tensor:
-    """Final-norm hidden states of all blocks of a batch, [R, n, k + 1, H]."""
-    rows, blocks = batch.anchors.shape
-    block = k + 1
-    columns = batch.features.shape[1]
-    positions = torch.arange(columns).expand(rows, -1)
-    context = drafter.context_kv(batch.features, positions, batch.lengths)
-    ids = block_input_ids(batch.anchor_ids.flatten(), drafter.config.mask_token_id, k).view(rows, blocks * block)
-    mask = training_mask(batch.anchors, columns, block)
-    hidden = drafter.hidden(ids, training_positions(batch.anchors, block), context, mask=mask, block=block)
-    return hidden.view(rows, blocks, block, -1)
-
-
 def matches(drafter: Drafter, batch: Batch, k: int) -> Tensor:
-    """Length of the accepted prefix of every block under greedy drafting, int64 [R, n]."""
-    hidden = block_hidden(drafter, batch, k)[:, :, 1:]
-    drafted = drafter.target_ids(drafter.logits(hidden).argmax(-1))
-    return (drafted == batch.labels[..., :k]).long().cumprod(-1).sum(-1)
+    """Length of the accepted prefix of every block, drafted greedily in the passes of its method, int64 [R, n]."""
+    backbone = BatchBackbone.of(drafter, batch, k)
+    prefixes, _ = served_prefix_lengths(drafter.config, k)
+    drafted = draft_in_passes(backbone, backbone.anchors, k, choose_by_argmax, prefixes)
+    equal = (drafted.ids == backbone.labels[:, :k]) & ~drafted.dropped[:, None]
+    return equal.long().cumprod(-1).sum(-1).view(batch.anchors.shape)
 
 
 @torch.no_grad()

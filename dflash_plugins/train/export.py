@@ -19,9 +19,12 @@ if TYPE_CHECKING:
 DRAFTER_FOLDER = "drafter"
 
 
-def export_drafter(drafter: Drafter, folder: Path, card: str) -> None:
-    """Writes config.json and model.safetensors (bf16) in the released layout, then the card as README.md."""
-    save_drafter(drafter, folder, dtype=torch.bfloat16, overwrite=True)
+TITLES = {"dflash": "DFlash", "dflash2": "DFlash 2", "dloop": "D-Loop (mode refine)"}
+
+
+def export_drafter(drafter: Drafter, folder: Path, card: str, dtype: torch.dtype = torch.bfloat16) -> None:
+    """Writes config.json and model.safetensors in the released layout, then the card as README.md."""
+    save_drafter(drafter, folder, dtype=dtype, overwrite=True)
     (folder / "README.md").write_text(card, encoding="utf-8")
 
 
@@ -29,11 +32,12 @@ def model_card(trainer: Trainer, report: dict[str, Any]) -> str:
     """Markdown: data, recipe, cost and held-out acceptance of one run."""
     weights = sum(p.numel() for p in trainer.drafter.parameters() if p.requires_grad)
     sources = Counter(trainer.store.sources())
+    started = f"{len(trainer.taken)} tensors of another drafter" if trainer.taken else "the target's last layers"
     lines = [
         "---",
         "license: apache-2.0",
         "---",
-        "# A DFlash drafter",
+        f"# A {TITLES[trainer.recipe.method]} drafter",
         "",
         f"Trained {datetime.now(UTC).date()} with `dflash-plugins train --method {trainer.recipe.method}`"
         f" on {platform.machine()} CPUs ({torch.get_num_threads()} threads), torch {torch.__version__}.",
@@ -42,6 +46,7 @@ def model_card(trainer: Trainer, report: dict[str, Any]) -> str:
         "|---|---|",
         f"| target | `{trainer.store.meta.target_fingerprint}` |",
         f"| target layers read | {list(trainer.store.meta.target_layer_ids)} |",
+        f"| started from | {started} |",
         f"| trained weights | {weights:,} |",
         f"| response tokens (the target's own answers) | {report['response_tokens']:,} |",
         f"| prompts by source | {', '.join(f'{name} {count:,}' for name, count in sorted(sources.items()))} |",
@@ -58,5 +63,13 @@ def model_card(trainer: Trainer, report: dict[str, Any]) -> str:
         slots = " ".join(f"{rate:.3f}" for rate in result["accepted_by_slot"])
         lines.append(f"| {name[1:]} | {result['emitted_per_round']:.3f} | {slots} | {result['rounds']:,} |")
     lines += ["", "Each number of masks is another question: K is the number of mask rows that were run.", ""]
-    lines += ["## Recipe", "", "```", *(f"{k}: {v}" for k, v in asdict(trainer.recipe).items()), "```", ""]
+    lines += ["## Recipe", "", "```", *_recipe_lines(trainer), "```", ""]
     return "\n".join(lines)
+
+
+def _recipe_lines(trainer: Trainer) -> list[str]:
+    """The settings; a folder is named by its last part, the rest is nobody's business."""
+    settings = asdict(trainer.recipe)
+    if trainer.recipe.start_from is not None:
+        settings["start_from"] = Path(trainer.recipe.start_from).name
+    return [f"{key}: {value}" for key, value in settings.items()]

@@ -1,4 +1,4 @@
-"""Losses of the base drafter (methods.md section 5)."""
+"""Losses of a drafter and of its selector (methods.md sections 3 to 5)."""
 
 from __future__ import annotations
 
@@ -6,12 +6,17 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812 - the name everybody reads
 
+from dflash_plugins.selector import SelectorTables, move_scores
+
 IGNORED = -1
 GAMMA_BY_BLOCK = {16: 7.0, 10: 5.0, 8: 4.0}
 
 
 def slot_weights(k: int, gamma: float) -> Tensor:
-    """w_k = exp(-(k - 1) / gamma) for slots 1..k, fp32 [k]: an early slot decides whether a later one counts."""
+    """w_k = exp(-(k - 1) / gamma) for slots 1..k, fp32 [k]: an early slot decides whether a later one counts.
+
+    Slots are counted from the first masked one: given tokens are not drafted.
+    """
     return torch.exp(-torch.arange(k, dtype=torch.float32) / gamma)
 
 
@@ -30,5 +35,29 @@ def block_loss(
     per_slot = -picked * (1.0 - soft_share)
     if teacher is not None and soft_share > 0.0:
         per_slot = per_slot - (teacher.float().softmax(-1) * log_q).sum(-1) * soft_share
-    weight = weights.to(log_q.device) * known
-    return (per_slot * weight).sum() / weight.sum().clamp_min(1.0)
+    return _weighted_mean(per_slot, weights * known)
+
+
+def selector_loss(
+    selector: SelectorTables,
+    hidden: Tensor,
+    candidate_ids: Tensor,
+    unary: Tensor,
+    labels: Tensor,
+    previous: Tensor,
+    weights: Tensor,
+) -> Tensor:
+    """Weighted mean over slots of the selector's cross-entropy over the candidates, a scalar.
+
+    ``hidden`` [N, K, H] (final norm); ``candidate_ids`` target ids [N, K, C] and their logits ``unary`` [N, K, C];
+    ``labels`` int64 [N, K] and ``previous`` int64 [N, K], the TRUE token of each slot and the true one before it, both
+    target ids, ``IGNORED`` where unknown; ``weights`` fp32 [K]. A slot whose true token is no candidate is left out.
+    """
+    log_q = F.log_softmax(move_scores(selector, hidden, previous.clamp_min(0), candidate_ids, unary), dim=-1)
+    true = candidate_ids == labels[..., None]
+    per_slot = -torch.where(true, log_q, torch.zeros_like(log_q)).sum(-1)
+    return _weighted_mean(per_slot, weights * true.any(-1))
+
+
+def _weighted_mean(per_slot: Tensor, weights: Tensor) -> Tensor:
+    return (per_slot * weights).sum() / weights.sum().clamp_min(1.0)

@@ -11,7 +11,9 @@ from pydantic import BaseModel, ConfigDict
 from dflash_plugins.errors import BadInput
 from dflash_plugins.train.answers import build_store, read_answers
 from dflash_plugins.train.export import DRAFTER_FOLDER, export_drafter, model_card
-from dflash_plugins.train.trainer import Progress, Recipe, Trainer
+from dflash_plugins.train.recipe import ARCHITECTURES, Recipe
+from dflash_plugins.train.state import trained_parameters
+from dflash_plugins.train.trainer import Progress, Trainer
 
 Report = Callable[[str, int, int], None]
 EVALUATED_AT = (3, 7)
@@ -19,7 +21,10 @@ FLOPS_PER_WEIGHT = 6  # forward and backward, multiply and add
 
 
 class TrainReport(BaseModel):
-    """Where the drafter is and how it does on held-out answers; ``finished`` is false after a leg cut short."""
+    """Where the drafter is and how it does on held-out answers; ``finished`` is false after a leg cut short.
+
+    ``taken_from_start`` and ``trained`` name the tensors that ``start_from`` gave and the parameters that changed.
+    """
 
     model_config = ConfigDict(frozen=True)
 
@@ -35,6 +40,8 @@ class TrainReport(BaseModel):
     accepted_by_slot: list[float]
     emitted_per_round: float
     held_out: dict[str, dict[str, Any]]
+    taken_from_start: list[str]
+    trained: list[str]
 
 
 def run(
@@ -65,7 +72,8 @@ def run(
 
     finished = trainer.run(until=(minutes or float("inf")) * 60.0, tell=tell)
     document = _report(trainer, finished, losses[-100:])
-    export_drafter(trainer.drafter, Path(document.path), model_card(trainer, document.model_dump(mode="json")))
+    card = model_card(trainer, document.model_dump(mode="json"))
+    export_drafter(trainer.drafter, Path(document.path), card, trainer.dtype)
     return document
 
 
@@ -87,15 +95,9 @@ def _store(data: Path, target: Path, layer_ids: Any, report: Report) -> Path:
 
 
 def _recipe(method: str, steps: int | None, settings: dict[str, Any]) -> Recipe:
-    if method != "dflash":
-        raise BadInput(f"--method {method}: only dflash can be trained so far")
-    unknown = settings.keys() - Recipe.__dataclass_fields__.keys()
-    if unknown:
-        raise BadInput(
-            f"--set {', '.join(sorted(unknown))}: known are {', '.join(sorted(Recipe.__dataclass_fields__))}"
-        )
-    given = {**settings, **({} if steps is None else {"steps": steps})}
-    return Recipe(method=method, **given)
+    if method not in ARCHITECTURES:
+        raise BadInput(f"--method {method}: known are {', '.join(ARCHITECTURES)}")
+    return Recipe.of({**settings, **({} if steps is None else {"steps": steps}), "method": method})
 
 
 def _report(trainer: Trainer, finished: bool, losses: list[float]) -> TrainReport:
@@ -123,4 +125,6 @@ def _report(trainer: Trainer, finished: bool, losses: list[float]) -> TrainRepor
             }
             for k, result in served.items()
         },
+        taken_from_start=trainer.taken,
+        trained=sorted(trained_parameters(trainer.drafter)),
     )

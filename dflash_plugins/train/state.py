@@ -30,15 +30,23 @@ def save_state(folder: Path, drafter: torch.nn.Module, optimizer: torch.optim.Op
 
 
 def load_state(
-    folder: Path, drafter: torch.nn.Module, optimizer: torch.optim.Optimizer, expected: dict[str, Any]
+    folder: Path,
+    drafter: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    expected: dict[str, Any],
+    defaults: dict[str, Any],
 ) -> dict[str, Any]:
-    """Restores the newest state and returns its facts; none when there is no state. BadInput for another run's."""
+    """Restores the newest state and returns its facts; none when there is no state. BadInput for another run's.
+
+    A state older than a setting was trained with the value of that setting in ``defaults``.
+    """
     path = folder / STATE_FILE
     if not path.exists():
         return {}
     file = safe_open(path, framework="pt")
     facts = json.loads(file.metadata()["facts"])
-    wrong = {key: (facts.get(key), value) for key, value in expected.items() if facts.get(key) != value}
+    known = {**json.loads(json.dumps(defaults)), **facts}
+    wrong = {key: (known.get(key), value) for key, value in expected.items() if known.get(key) != value}
     if wrong:
         raise BadInput(f"{path}: of another run; (found, wanted): {wrong}. Choose another --out or remove it")
     step = int(facts["step"])

@@ -1,4 +1,8 @@
-"""``train --method dflash``: the DFlash recipe on a feature store, single process, resumable (methods.md section 5)."""
+"""``dflash-plugins train``: a drafter of any method on a feature store, single process, resumable.
+
+A step cuts random blocks out of answers (methods.md section 5). DFlash and DFlash 2 see the anchor alone; D-Loop also
+sees a true prefix in a second input of the same blocks (section 4). Drafters with a selector add its loss (section 3).
+"""
 
 from __future__ import annotations
 
@@ -15,47 +19,30 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dflash_plugins.config import DraftConfig, read_target_config
 from dflash_plugins.drafter import Drafter
 from dflash_plugins.errors import BadInput
+from dflash_plugins.selector import candidates
+from dflash_plugins.train.answers import target_fingerprint
 from dflash_plugins.train.batches import Batch, make_batch, random_anchors
-from dflash_plugins.train.evaluate import HeldOut, block_hidden, held_out
+from dflash_plugins.train.blocks import BatchBackbone
+from dflash_plugins.train.evaluate import HeldOut, held_out
 from dflash_plugins.train.initialise import TargetTensors, initialise_from_target
-from dflash_plugins.train.losses import GAMMA_BY_BLOCK, IGNORED, block_loss, slot_weights
+from dflash_plugins.train.losses import IGNORED, block_loss, selector_loss, slot_weights
+from dflash_plugins.train.recipe import Recipe, draft_config, learning_rate
+from dflash_plugins.train.start import freeze_others, load_start, require_same_geometry, take_tensors
 from dflash_plugins.train.state import load_state, save_state, trained_parameters
 from dflash_plugins.train.store import FeatureStore, SequenceRef
 
 SAVE_EVERY_SECONDS = 300.0
-WARMUP_STEPS = 100
-FINAL_LR_SHARE = 0.02
+_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 @dataclass(frozen=True)
-class Recipe:
-    """Everything that decides the weights besides the data.
+class Part:
+    """One input of a step: the true tokens of slots 1..``given`` stand in it, slots given + 1..``last`` bear loss."""
 
-    A run resumes only under the same recipe, but for ``steps``: a longer or shorter end may be chosen on the way.
-    """
-
-    method: str = "dflash"
-    num_layers: int = 2
-    block_size: int = 8
-    mask_token_id: int = 16
-    draft_vocab_size: int | None = 8192
-    steps: int = 3000
-    sequences_per_step: int = 8
-    anchors_per_sequence: int = 24
-    short_k: int | None = 3
-    short_share: float = 0.5
-    learning_rate: float = 1e-3
-    weight_decay: float = 0.05
-    soft_share: float = 0.5
-    seed: int = 1
-    held_out_sequences: int = 128
-
-    def gamma(self) -> float:
-        """Decay of the slot weights."""
-        return GAMMA_BY_BLOCK.get(self.block_size, self.block_size / 2)
+    given: int
+    last: int
 
 
 @dataclass
@@ -72,26 +59,38 @@ class Trainer:
     """One run: builds the drafter, walks the steps, saves, evaluates. ``target`` and ``data`` are folders."""
 
     def __init__(self, recipe: Recipe, target: Path, data: Path, out: Path) -> None:
+        recipe.require()
         self.recipe, self.out = recipe, out
         self.store = FeatureStore(data)
         self.tensors = TargetTensors(target)
         self.train_refs, self.held_refs = _split(self.store, recipe.held_out_sequences)
-        head = self.tensors.head()
-        self.vocabulary = _draft_vocabulary(self.store, self.train_refs, recipe.draft_vocab_size, head.shape[0])
-        self.drafter = self._build(target, head)
-        self.label_of = _label_table(self.vocabulary, head.shape[0])
+        start = load_start(recipe.start_from)
+        self.vocabulary = self._vocabulary(start)
+        self.taken: list[str] = []
+        self.drafter = self._build(target, start)
+        freeze_others(self.drafter, recipe.train_only)
+        self.label_of = _label_table(self.vocabulary, self.drafter.config.vocab_size)
         groups = _parameter_groups(self.drafter, recipe.weight_decay)
         self.optimizer = torch.optim.AdamW(groups, lr=recipe.learning_rate, betas=(0.9, 0.95))
-        self.weights = slot_weights(recipe.block_size - 1, recipe.gamma())
-        self.facts = {**asdict(recipe), "target": self.store.meta.target_fingerprint}
-        del self.facts["steps"]
-        found = load_state(out, self.drafter, self.optimizer, self.facts)
+        self.facts = self._facts()
+        found = load_state(out, self.drafter, self.optimizer, self.facts, asdict(Recipe()))
         self.step = int(found.get("step", 0))
         self._refuse_lost_data(int(found.get("shards", 0)))
         self.seconds = float(found.get("seconds", 0.0))
 
-    def _build(self, target: Path, head: Tensor) -> Drafter:
-        config = _draft_config(self.recipe, target, self.store, self.vocabulary)
+    def _vocabulary(self, start: Drafter | None) -> Tensor:
+        """Target ids of the draft's head: those of the drafter the run starts from, or the most frequent ones."""
+        if start is not None and start.d2t is not None:
+            return start.target_ids(torch.arange(len(start.d2t)))
+        size, rows = self.recipe.draft_vocab_size, self.tensors.head().shape[0]
+        return _draft_vocabulary(self.store, self.train_refs, size, rows)
+
+    def _build(self, target: Path, start: Drafter | None) -> Drafter:
+        head = self.tensors.head()
+        cut = len(self.vocabulary) if len(self.vocabulary) != head.shape[0] else None
+        config = draft_config(self.recipe, target, self.store.meta.target_layer_ids, cut)
+        if start is not None:
+            require_same_geometry(config, start.config)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.recipe.seed)
             drafter = Drafter(config)
@@ -101,7 +100,17 @@ class Trainer:
             drafter.lm_head.weight.data.copy_(head[self.vocabulary])
             drafter.lm_head.weight.requires_grad_(False)
             drafter.d2t.copy_(self.vocabulary - torch.arange(len(self.vocabulary)))
+        if start is not None:
+            self.taken = take_tensors(drafter, start)
         return drafter
+
+    def _facts(self) -> dict[str, Any]:
+        """What a state of this run must agree on, as JSON gives it back; a drafter is known by its weights."""
+        facts: dict[str, Any] = {**asdict(self.recipe), "target": self.store.meta.target_fingerprint}
+        if self.recipe.start_from is not None:
+            facts["start_from"] = target_fingerprint(Path(self.recipe.start_from))
+        del facts["steps"]
+        return dict(json.loads(json.dumps(facts)))
 
     def run(self, *, until: float = math.inf, tell: Callable[[Progress], None] = lambda progress: None) -> bool:
         """Trains to the last step or for ``until`` seconds; True when the last step was reached. State is saved."""
@@ -135,9 +144,10 @@ class Trainer:
     def _train_step(self) -> tuple[float, int]:
         generator = torch.Generator().manual_seed(self.recipe.seed * 1_000_003 + self.step)
         batch, k = self._draw(generator)
+        parts = self._draw_parts(k, generator)
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(self.recipe, self.step)
-        loss = self._loss(batch, k)
+        loss = self.loss(batch, parts, k)
         self.optimizer.zero_grad(set_to_none=True)
         loss.backward()
         nn.utils.clip_grad_norm_(trained_parameters(self.drafter).values(), 1.0)
@@ -158,29 +168,72 @@ class Trainer:
         k = recipe.short_k if short and recipe.short_k else recipe.block_size - 1
         return make_batch(self.store, refs, anchors, k), k
 
-    def _loss(self, batch: Batch, k: int) -> Tensor:
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            hidden = block_hidden(self.drafter, batch, k)[:, :, 1:].flatten(0, 1)
-            logits = self.drafter.logits(hidden)
-            teacher = self._teacher(batch) if self.recipe.soft_share else None
-        labels = batch.labels.flatten(0, 1)
-        rows = torch.where(labels == IGNORED, labels, self.label_of[labels])
-        return block_loss(logits, rows, self.weights[:k], teacher=teacher, soft_share=self.recipe.soft_share)
+    def _draw_parts(self, k: int, generator: torch.Generator) -> list[Part]:
+        """One input of all slots, or for D-Loop the prefix slots and, with them given, the slots after them."""
+        choices = self.recipe.prefix_choices(k)
+        if not choices:
+            return [Part(0, k)]
+        given = choices[int(torch.randint(len(choices), (), generator=generator))]
+        return [Part(0, given), Part(given, k)]
+
+    def loss(self, batch: Batch, parts: Sequence[Part], k: int) -> Tensor:
+        """Mean over ``parts`` of the loss of each, a scalar; they share the context and differ in what is given."""
+        with self._precision():
+            backbone = BatchBackbone.of(self.drafter, batch, k)
+            return torch.stack([self._part_loss(backbone, part) for part in parts]).mean()
+
+    def _part_loss(self, backbone: BatchBackbone, part: Part) -> Tensor:
+        slots = slice(part.given, part.last)
+        labels = backbone.labels
+        # Beyond the sequence there is no true token; nothing of such a block is judged, so any token may stand there.
+        hidden = backbone.hidden(labels[:, : part.given].clamp_min(0), slots)
+        logits = backbone.logits(hidden)
+        rows = torch.where(labels == IGNORED, labels, self.label_of[labels])[:, slots]
+        weights = slot_weights(part.last - part.given, self.recipe.gamma())
+        share = self.recipe.soft_share
+        teacher = self._teacher(backbone.batch.final[:, :, slots]) if share else None
+        loss = block_loss(logits, rows, weights, teacher=teacher, soft_share=share)
+        if self.drafter.candidate_selector is None:
+            return loss
+        return loss + self._selector_loss(backbone, hidden, logits, slots, weights)
+
+    def _selector_loss(
+        self, backbone: BatchBackbone, hidden: Tensor, logits: Tensor, slots: slice, weights: Tensor
+    ) -> Tensor:
+        selector = self.drafter.candidate_selector
+        assert selector is not None
+        labels = backbone.labels
+        previous = torch.cat([backbone.anchors[:, None], labels[:, :-1]], dim=1)
+        unary, draft_ids = candidates(logits.float(), selector.top_k)
+        ids = backbone.target_ids(draft_ids)
+        with torch.autocast("cpu", enabled=False):
+            return selector_loss(selector, hidden.float(), ids, unary, labels[:, slots], previous[:, slots], weights)
 
     @torch.no_grad()
-    def _teacher(self, batch: Batch) -> Tensor:
+    def _teacher(self, final: Tensor) -> Tensor:
+        """The target's logits over the rows of the draft's head, from its final hidden states [R, n, S, Ht]."""
         head = self.drafter.lm_head.weight if self.drafter.lm_head is not None else self.drafter.shared_head
-        return nn.functional.linear(batch.final.flatten(0, 1).to(torch.bfloat16), head.to(torch.bfloat16))  # type: ignore[union-attr]
+        dtype = _DTYPES[self.recipe.precision]
+        return nn.functional.linear(final.flatten(0, 1).to(dtype), head.to(dtype))  # type: ignore[union-attr]
+
+    def _precision(self) -> contextlib.AbstractContextManager[None]:
+        return torch.autocast("cpu", dtype=torch.bfloat16, enabled=self.recipe.precision == "bf16")
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the exported weights."""
+        return _DTYPES[self.recipe.precision]
 
     def evaluate(self, k: int) -> HeldOut:
-        """Held-out rounds at K proposals."""
-        with _evaluating(self.drafter), torch.autocast("cpu", dtype=torch.bfloat16):
+        """Held-out rounds at K proposals, drafted as the method drafts."""
+        with _evaluating(self.drafter), self._precision():
             return held_out(self.drafter, self.store, self.held_refs, k)
 
     def multiplications_per_step(self) -> int:
-        """Multiply-adds of one forward pass of a full-K step: block rows, slots through the head, context columns."""
+        """Multiply-adds of a full-K step, forward: block rows of all inputs, slots in the head, context columns."""
         recipe, config = self.recipe, self.drafter.config
-        rows = recipe.sequences_per_step * recipe.anchors_per_sequence * recipe.block_size
+        inputs = 2 if recipe.prefix_choices(config.k) else 1
+        rows = inputs * recipe.sequences_per_step * recipe.anchors_per_sequence * recipe.block_size
         columns = (
             sum(ref.stop - ref.start for ref in self.train_refs) * recipe.sequences_per_step // len(self.train_refs)
         )
@@ -202,14 +255,6 @@ def _evaluating(module: nn.Module) -> Iterator[None]:
     module.eval()
     yield
     module.train()
-
-
-def learning_rate(recipe: Recipe, step: int) -> float:
-    """Linear warm-up, then a cosine down to ``FINAL_LR_SHARE`` of the peak."""
-    warm = min(1.0, (step + 1) / min(WARMUP_STEPS, max(1, recipe.steps // 10)))
-    share = min(1.0, step / max(1, recipe.steps))
-    cosine = 0.5 * (1.0 + math.cos(math.pi * share))
-    return recipe.learning_rate * warm * (FINAL_LR_SHARE + (1.0 - FINAL_LR_SHARE) * cosine)
 
 
 def _split(store: FeatureStore, held: int) -> tuple[list[SequenceRef], list[SequenceRef]]:
@@ -239,36 +284,6 @@ def _label_table(vocabulary: Tensor, target_rows: int) -> Tensor:
     table = torch.full((target_rows,), IGNORED)
     table[vocabulary] = torch.arange(len(vocabulary))
     return table
-
-
-def _draft_config(recipe: Recipe, target: Path, store: FeatureStore, vocabulary: Tensor) -> DraftConfig:
-    about = read_target_config(target)
-    raw = json.loads((target / "config.json").read_text(encoding="utf-8"))
-    heads = raw["num_attention_heads"]
-    cut = len(vocabulary) != about.vocab_size
-    return DraftConfig(
-        method="dflash",
-        architecture="DFlashDraftModel",
-        block_size=recipe.block_size,
-        mask_token_id=recipe.mask_token_id,
-        target_layer_ids=store.meta.target_layer_ids,
-        num_layers=recipe.num_layers,
-        hidden_size=about.hidden_size,
-        intermediate_size=raw["intermediate_size"],
-        num_heads=heads,
-        num_kv_heads=raw.get("num_key_value_heads", heads),
-        head_dim=raw.get("head_dim") or about.hidden_size // heads,
-        rms_norm_eps=raw["rms_norm_eps"],
-        rope_theta=float(about.rope_theta or 10_000.0),
-        vocab_size=about.vocab_size,
-        draft_vocab_size=len(vocabulary) if cut else None,
-        target_hidden_size=about.hidden_size,
-        num_target_layers=about.num_layers,
-        causal=(False,) * recipe.num_layers,
-        windows=(None,) * recipe.num_layers,
-        dtype="bfloat16",
-        max_position_embeddings=raw["max_position_embeddings"],
-    )
 
 
 def _parameter_groups(drafter: nn.Module, weight_decay: float) -> list[dict[str, Any]]:

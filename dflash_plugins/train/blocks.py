@@ -1,0 +1,73 @@
+"""The drafter on a training batch: many blocks of a few sequences in one forward, for the losses and for drafting."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dflash_plugins.context import ContextKV
+from dflash_plugins.drafter import Drafter
+from dflash_plugins.layout import block_input_ids, training_mask, training_positions
+from dflash_plugins.selector import SelectorTables
+from dflash_plugins.train.batches import Batch
+
+
+@dataclass(frozen=True)
+class BatchBackbone:
+    """``methods.base.Backbone`` over all blocks of ``batch``: row r * n + i is block i of sequence r.
+
+    ``context`` holds the sequences' context K/V once (``of`` computes it); every block sees it up to its own anchor.
+    """
+
+    drafter: Drafter
+    batch: Batch
+    k: int
+    context: ContextKV
+
+    @classmethod
+    def of(cls, drafter: Drafter, batch: Batch, k: int) -> BatchBackbone:
+        """With the context computed from the batch's features."""
+        positions = torch.arange(batch.features.shape[1]).expand(batch.features.shape[0], -1)
+        return cls(drafter, batch, k, drafter.context_kv(batch.features, positions, batch.lengths))
+
+    @property
+    def selector(self) -> SelectorTables | None:
+        """See ``Backbone``."""
+        return self.drafter.candidate_selector
+
+    @property
+    def anchors(self) -> Tensor:
+        """Anchor ids of all blocks, int64 [R * n]."""
+        return self.batch.anchor_ids.flatten()
+
+    @property
+    def labels(self) -> Tensor:
+        """True tokens of all blocks, int64 [R * n, K] in target ids."""
+        return self.batch.labels.flatten(0, 1)
+
+    def rows(self, known: Tensor) -> Tensor:
+        """One pass: final-norm hidden states [R * n, k + 1, H] with ``known`` int64 [R * n, m] after the anchors."""
+        batch, block = self.batch, self.k + 1
+        ids = block_input_ids(self.anchors, self.drafter.config.mask_token_id, self.k, known)
+        hidden = self.drafter.hidden(
+            ids.view(len(batch.anchors), -1),
+            training_positions(batch.anchors, block),
+            self.context,
+            mask=training_mask(batch.anchors, batch.features.shape[1], block),
+            block=block,
+        )
+        return hidden.view(-1, block, hidden.shape[-1])
+
+    def hidden(self, known: Tensor, slots: slice) -> Tensor:
+        """See ``Backbone``."""
+        return self.rows(known)[:, slots.start + 1 : slots.stop + 1]
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """See ``Backbone``."""
+        return self.drafter.logits(hidden)
+
+    def target_ids(self, draft_ids: Tensor) -> Tensor:
+        """See ``Backbone``."""
+        return self.drafter.target_ids(draft_ids)
