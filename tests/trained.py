@@ -50,11 +50,13 @@ DECIDING: dict[str, str] = {
     "train/blocks.py": "BatchBackbone.of BatchBackbone.rows BatchBackbone.hidden",
     "train/initialise.py": "initialise_from_target _identity_on_deepest_tap",
     "train/losses.py": "",
-    "train/recipe.py": "Recipe.gamma Recipe.has_selector Recipe.prefix_choices learning_rate draft_config _method_parts",
+    "train/recipe.py": "Recipe.gamma Recipe.has_selector Recipe.prefix_choices learning_rate draft_config "
+    "_method_parts",
     "train/start.py": "take_tensors freeze_others",
     "train/store.py": "pack",
     "train/trainer.py": "Trainer._build Trainer._train_step Trainer._draw Trainer._draw_parts Trainer.loss "
-    "Trainer._part_loss Trainer._selector_loss Trainer._teacher _split _draft_vocabulary _label_table _parameter_groups",
+    "Trainer._part_loss Trainer._selector_loss Trainer._teacher _split _draft_vocabulary _label_table "
+    "_parameter_groups",
 }
 
 
@@ -84,7 +86,9 @@ def built(tell: Callable[[str], None] = lambda line: None) -> Path:
 
 def fingerprint() -> str:
     """Sixteen hex digits over the definitions that decide the weights, without their docstrings and comments."""
-    digest = hashlib.sha256(_dump(ast.parse(Path(__file__).read_text(encoding="utf-8"))).encode())
+    here = ast.parse(Path(__file__).read_text(encoding="utf-8"))
+    here.body = [node for node in here.body if getattr(node, "name", "") not in ("pair", "built", "main")]
+    digest = hashlib.sha256(_dump(here).encode())
     for name, wanted in DECIDING.items():
         module = ast.parse((PACKAGE / name).read_text(encoding="utf-8"))
         found = dict(_definitions(module, ""))
