@@ -29,7 +29,10 @@ def write_distribution(site: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def run_job(tmp_path_factory):
-    """``run_job(name, **arguments)`` runs a job of engine_jobs.py and returns what it wrote, its log beside it."""
+    """``run_job(name, **arguments)`` runs a job of engine_jobs.py, or of another ``script`` beside it.
+
+    Returns what the job wrote, its log beside it.
+    """
     pytest.importorskip("vllm")
     base = tmp_path_factory.mktemp("jobs")
     site = write_distribution(base / "site")
@@ -43,11 +46,11 @@ def run_job(tmp_path_factory):
         "OMP_NUM_THREADS": "1",
     }
 
-    def run(name, *, environment=None, check=True, **arguments):
+    def run(name, *, script="engine_jobs.py", environment=None, check=True, **arguments):
         out = base / f"{name}-{len(list(base.iterdir()))}.json"
         argv = [
             sys.executable,
-            str(HERE / "engine_jobs.py"),
+            str(HERE / script),
             name,
             json.dumps(arguments | {"out": str(out)}, default=str),
         ]
