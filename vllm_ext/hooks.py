@@ -76,6 +76,15 @@ AT_REGISTRATION = (
     Hook("vllm.config", "VllmConfig.use_v2_model_runner", Use.READ, "to know which runner will draft"),
 )
 
+# Checked only where it is imported already: a process that builds workers has done so, others need not pay for it.
+WORKER_BASE = Hook(
+    "vllm.v1.worker.worker_base",
+    "WorkerBase.__init__",
+    Use.REPLACED,
+    "to be called with its config by every worker in a process of its own, before it builds its runner",
+    parameters=("self", "vllm_config"),
+)
+
 EXPAND_KERNEL = Hook(
     "vllm.utils.cpu_triton_utils",
     "_expand_kernel_impl",
@@ -159,6 +168,104 @@ AT_RUNNER_V2 = (
     ),
     Hook("vllm.v1.worker.gpu.model_runner", "init_speculator", Use.REPLACED, "as the runner took it by name"),
 )
+
+_RUNNER_V1 = "vllm.v1.worker.gpu_model_runner"
+
+# Checked in a worker whose V1 runner is to be audited, before its runner is built.
+AT_AUDIT_V1 = (
+    Hook(
+        _RUNNER_V1,
+        "GPUModelRunner._update_states",
+        Use.REPLACED,
+        "to see which requests come, come back, sit out or go",
+        parameters=("self", "scheduler_output"),
+        reads=("finished_req_ids", "scheduled_new_reqs", "scheduled_cached_reqs", "resumed_req_ids", "all_token_ids"),
+    ),
+    Hook(
+        _RUNNER_V1,
+        "GPUModelRunner._prepare_inputs",
+        Use.REPLACED,
+        "to see the rows of the target forward",
+        parameters=("self", "scheduler_output", "num_scheduled_tokens"),
+        reads=("positions", "discard_request_mask", "_calc_spec_decode_metadata", "_prepare_input_ids"),
+    ),
+    Hook(
+        _RUNNER_V1,
+        "GPUModelRunner._prepare_input_ids",
+        Use.READ,
+        "to be sure where the ids of these rows are put",
+        reads=("input_ids", "_draft_token_ids"),
+    ),
+    Hook(
+        _RUNNER_V1,
+        "GPUModelRunner._sample",
+        Use.REPLACED,
+        "to see what is emitted, and the target's logits on their way there",
+        reads=("sampler", "rejection_sampler"),
+    ),
+    Hook(
+        _RUNNER_V1,
+        "GPUModelRunner.sample_tokens",
+        Use.REPLACED,
+        "to compare when a step is over",
+        reads=("_sample", "_draft_token_ids", "_copy_draft_token_ids_to_cpu"),
+    ),
+    Hook(
+        _RUNNER_V1,
+        "GPUModelRunner._copy_draft_token_ids_to_cpu",
+        Use.REPLACED,
+        "to see the drafts that the runner keeps",
+        reads=("_draft_token_ids",),
+    ),
+    Hook(
+        "vllm.v1.sample.sampler",
+        "Sampler.sample",
+        Use.REPLACED,
+        "to see the target's logits of rows without a proposal, processors applied",
+        parameters=("self", "logits", "sampling_metadata"),
+        reads=("greedy_sample",),
+    ),
+    Hook(
+        "vllm.v1.sample.rejection_sampler",
+        "rejection_sample",
+        Use.REPLACED,
+        "to see the target's logits of rows with a proposal, and q",
+        parameters=(
+            "draft_token_ids",
+            "num_draft_tokens",
+            "max_spec_len",
+            "cu_num_draft_tokens",
+            "draft_probs",
+            "target_logits",
+        ),
+    ),
+    Hook(
+        "vllm.v1.sample.rejection_sampler",
+        "RejectionSampler.forward",
+        Use.READ,
+        "to be sure that it takes that function by this name",
+        reads=("rejection_sample", "apply_logits_processors"),
+    ),
+    Hook(
+        _PROPOSER,
+        "DFlashProposer.set_inputs_first_pass",
+        Use.REPLACED,
+        "to see the drafter's context and block",
+        parameters=(
+            "self",
+            "target_token_ids",
+            "next_token_ids",
+            "target_positions",
+            "target_hidden_states",
+            "token_indices_to_sample",
+            "cad",
+            "num_rejected_tokens_gpu",
+        ),
+        reads=("_context_positions_buffer", "_context_slot_mapping_buffer", "positions", "input_ids", "block_size"),
+    ),
+)
+
+AT_AUDIT_V2: tuple[Hook, ...] = ()
 
 # Checked when the drafter's class is imported, in the process that builds the drafter.
 AT_LOADING = (

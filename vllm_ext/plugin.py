@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from vllm_ext import runner
-from vllm_ext.hooks import AT_REGISTRATION, EXPAND_KERNEL, EXPAND_KERNEL_TAKEN, Patches, drift
+from vllm_ext.hooks import AT_REGISTRATION, EXPAND_KERNEL, EXPAND_KERNEL_TAKEN, WORKER_BASE, Hook, Patches, drift
 
 # A child of vLLM's own logger, so that lines reach whatever handler and level the server was given.
 logger = logging.getLogger("vllm.dflash_plugins")
@@ -63,7 +64,7 @@ def register() -> None:
 
 def undo() -> list[str]:
     """Put back everything that has been replaced; a sentence for each place that somebody else holds now."""
-    return runner.undo() + _patches.undo()
+    return runner.undo() + runner.undo_audit() + _patches.undo()
 
 
 def _register() -> None:
@@ -76,7 +77,13 @@ def _register() -> None:
         logger.error("dflash-plugins: nothing is registered: %s", error)
         return
     if switches.disable:
-        logger.info("dflash-plugins: %s is set, nothing is registered", DISABLE)
+        audit = f", and nothing is audited although {runner.AUDIT} is set" if runner.AUDIT in os.environ else ""
+        logger.log(
+            logging.ERROR if audit else logging.INFO,
+            "dflash-plugins: %s is set, nothing is registered%s",
+            DISABLE,
+            audit,
+        )
         return
     sentences = drift(AT_REGISTRATION)
     if sentences:
@@ -112,6 +119,16 @@ def _register_loop() -> None:
     refusal, first_call = "_get_v1_model_runner_unsupported_features", "enable_trace_function_call_for_thread"
     _patches.attribute(VllmConfig, refusal, runner.without_refusal(getattr(VllmConfig, refusal)))
     _patches.attribute(VllmConfig, first_call, runner.before_the_runner(getattr(VllmConfig, first_call)))
+    worker = sys.modules.get(WORKER_BASE.module)
+    if worker is not None and _no_drift(WORKER_BASE):
+        _patches.attribute(worker.WorkerBase, "__init__", runner.before_a_worker(worker.WorkerBase.__init__))
+
+
+def _no_drift(hook: Hook) -> bool:
+    sentences = drift((hook,))
+    if sentences:
+        logger.error("dflash-plugins: no drafting in processes of their own, vLLM has changed: %s", sentences[0])
+    return not sentences
 
 
 def _register_mended_drafters() -> None:

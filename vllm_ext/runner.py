@@ -2,13 +2,16 @@
 
 At registration two methods of ``VllmConfig`` are wrapped, which costs nothing. One lets DFlash 2 pass where the V1
 runner refuses it. The other is the one call that every worker makes with its config before it imports its runner;
-there the name of the runner's own drafting class is exchanged, if this run drafts with an architecture of ours.
+there the name of the runner's own drafting class is exchanged, if this run drafts with an architecture of ours. A worker
+in a process of its own makes that call before it loads plugins: there the constructor of workers is wrapped, too.
 """
 
 from __future__ import annotations
 
 import functools
 import logging
+import os
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -23,6 +26,8 @@ DFLASH2 = "DFlash2DraftModel"
 DLOOP = ("DLoopDraftModel", "DFlashDLoopDraftModel")
 # The entry of the engine's list of what its V1 runner lacks that we provide.
 CANDIDATE_HEAD = "DFlash candidate-head drafts"
+# Names the file that takes the audit of every round; see the module of that name, imported only where this is set.
+AUDIT = "DFLASH_PLUGINS_AUDIT"
 
 _patches = Patches()
 _sentences: list[str] = []
@@ -39,6 +44,11 @@ def draft_architectures(vllm_config: Any) -> frozenset[str]:
 def drafts_here(architectures: frozenset[str], *, v2: bool) -> bool:
     """Whether the runner needs our drafting: any D-Loop, and DFlash 2 where the engine has none."""
     return bool(architectures.intersection(DLOOP)) or (DFLASH2 in architectures and not v2)
+
+
+def is_ours(architectures: frozenset[str]) -> bool:
+    """Whether the drafter is one whose rounds the audit follows, whoever drafts them."""
+    return bool(architectures.intersection({DFLASH, DFLASH2, *DLOOP}))
 
 
 def without_refusal(shipped: Callable[[Any], list[str]]) -> Callable[[Any], list[str]]:
@@ -65,10 +75,23 @@ def before_the_runner(shipped: Callable[[Any], None]) -> Callable[[Any], None]:
     return first_call
 
 
+def before_a_worker(shipped: Callable[..., None]) -> Callable[..., None]:
+    """``prepare``, and then the engine's constructor of workers."""
+
+    @functools.wraps(shipped)
+    def constructor(worker: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
+        prepare(vllm_config)
+        shipped(worker, vllm_config, *args, **kwargs)
+
+    return constructor
+
+
 def prepare(vllm_config: Any) -> None:
     """Exchange what this worker's runner needs for this config; what cannot be is logged and kept for the refusal."""
     undo()
     v2 = bool(vllm_config.use_v2_model_runner)
+    if os.environ.get(AUDIT, "").strip():
+        _audit(draft_architectures(vllm_config), v2=v2)
     if not drafts_here(draft_architectures(vllm_config), v2=v2):
         return
     _sentences.extend(drift(AT_RUNNER_V2 if v2 else AT_RUNNER_V1))
@@ -81,6 +104,22 @@ def prepare(vllm_config: Any) -> None:
         undo()
         _sentences.append(f"installing failed: {error}")
         logger.exception("dflash-plugins: the runner is left as it is")
+
+
+def _audit(architectures: frozenset[str], *, v2: bool) -> None:
+    """Raises AuditRefused where the audit was asked for and cannot be had: the run does not go on without it."""
+    if not is_ours(architectures):
+        logger.warning("dflash-plugins: %s is set, but this run drafts with none of ours: nothing to audit", AUDIT)
+        return
+    from vllm_ext import audit
+
+    audit.install(v2=v2)
+
+
+def undo_audit() -> list[str]:
+    """Take the audit out again, if it was ever installed in this process; a sentence for each place held by others."""
+    audit = sys.modules.get("vllm_ext.audit")
+    return [] if audit is None else audit.undo()
 
 
 def _install_v1() -> None:

@@ -93,7 +93,7 @@ def test_registers_its_names_once_and_undo_puts_them_back(engine):
     plugin.register()
     after = (dict(engine.models), engine.kernels._expand_kernel_impl)
     names = (runner.DFLASH, runner.DFLASH2, *runner.DLOOP)
-    assert engine.models == {name: OURS for name in names} | {"LlamaForCausalLM": "llama"}
+    assert engine.models == dict.fromkeys(names, OURS) | {"LlamaForCausalLM": "llama"}
     assert engine.kernels._expand_kernel_impl is not _expand_kernel_impl
     plugin.register()
     assert (dict(engine.models), engine.kernels._expand_kernel_impl) == after
@@ -230,6 +230,24 @@ def test_a_worker_looks_at_the_runner_only_where_it_is_to_draft(engine, monkeypa
     assert asked == ([getattr(runner, table)] if table else [])
     assert not runner.in_force()
     assert runner.why_not() == ("it moved" if table else "")
+
+
+class WorkerBase:
+    def __init__(self, vllm_config, local_rank=0):
+        self.built_with = vllm_config, local_rank, runner.why_not()
+
+
+def test_a_worker_in_a_process_of_its_own_is_met_too(engine, monkeypatch):
+    """Its first call with the config comes before it loads plugins, so only its constructor is left to be wrapped."""
+    module, shipped = ModuleType(hooks.WORKER_BASE.module), WorkerBase.__init__
+    module.WorkerBase = WorkerBase
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setattr(runner, "drift", lambda rows: ["it moved"])
+    plugin.register()
+    config = VllmConfig(runner.DLOOP[0])
+    assert WorkerBase(config, local_rank=3).built_with == (config, 3, "it moved")
+    plugin.undo()
+    assert WorkerBase.__init__ is shipped
 
 
 def test_what_was_added_is_taken_away_and_somebody_elses_is_left():
