@@ -2,8 +2,8 @@
 
 At registration two methods of ``VllmConfig`` are wrapped, which costs nothing. One lets DFlash 2 pass where the V1
 runner refuses it. The other is the one call that every worker makes with its config before it imports its runner;
-there the name of the runner's own drafting class is exchanged, if this run drafts with an architecture of ours. A worker
-in a process of its own makes that call before it loads plugins: there the constructor of workers is wrapped, too.
+there the name of the runner's own drafting class is exchanged, if this run drafts with an architecture of ours.
+Workers in processes of their own make that call before they load plugins: there their constructor is wrapped, too.
 """
 
 from __future__ import annotations

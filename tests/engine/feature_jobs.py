@@ -1,4 +1,4 @@
-"""Jobs of one engine feature each, run by conftest.run_job as ``python feature_jobs.py NAME JSON``; each writes JSON."""
+"""Jobs of one engine feature each, run by conftest.run_job as ``python feature_jobs.py NAME JSON``; all write JSON."""
 
 import json
 import sys
