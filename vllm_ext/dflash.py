@@ -22,7 +22,7 @@ from vllm.model_executor.models.qwen3_dflash import DFlashQwen3ForCausalLM, DFla
 from vllm.model_executor.models.qwen3_dflash2 import CandidateSelector, DFlash2Qwen3DecoderLayer
 
 from dflash_plugins import __version__
-from dflash_plugins.checkpoint import Accounting, Header, account, id_map_findings
+from dflash_plugins.checkpoint import Accounting, Header, account, id_map_findings, read_header
 from dflash_plugins.config import DraftConfig, TargetConfig, read_draft_config
 from dflash_plugins.errors import DFlashPluginsError, Refused
 from dflash_plugins.findings import Finding, Severity, errors
@@ -163,19 +163,15 @@ class DFlashPluginsDraftModel(DFlashQwen3ForCausalLM):
         accounting = account(self.draft_config, header_of(stored))
         fits = pair_findings(self.draft_config, self.target, own_embedding=accounting.own_embedding)
         # Warnings about the pair were given when the config was read.
-        _refuse("the drafter's checkpoint", [*accounting.findings, *errors(fits), *self._id_map_findings(accounting)])
+        where = Path(self.draft_model_config.model)
+        maps = id_map_findings_of(where, accounting, self.target)
+        _refuse("the drafter's checkpoint", [*errors(accounting.findings), *errors(fits), *maps])
         tensors = {name: stored[kept] for name, kept in accounting.claimed.items()}
         mark_unwritten(self.named_parameters())
         super().load_weights(tensors.items())
         refuse_unwritten(self.named_parameters(), _shared(self, tensors))
         if get_tensor_model_parallel_rank() == 0:
             logger.info("dflash-plugins %s: %s", __version__, self.facts())
-
-    def _id_map_findings(self, accounting: Accounting) -> list[Finding]:
-        directory = Path(self.draft_model_config.model)
-        if errors(accounting.findings) or not directory.is_dir():
-            return []
-        return id_map_findings(directory, accounting, self.target.vocab_size)
 
     def mode(self) -> str:
         """How a block is drafted, in words."""
@@ -195,6 +191,13 @@ class DFlashPluginsDraftModel(DFlashQwen3ForCausalLM):
             f"{config.num_layers} {causal} layers on target layers {list(config.target_layer_ids)}; "
             f"mends: context_k_norm {self.context_k_norm}, expand_kernel {expand_kernel}"
         )
+
+
+def id_map_findings_of(directory: Path, stored: Accounting | None, target: TargetConfig) -> list[Finding]:
+    """What is wrong with the id map of a reduced head, read from a checkpoint on this disk that is whole otherwise."""
+    if stored is None or errors(stored.findings) or not directory.is_dir():
+        return []
+    return id_map_findings(directory, stored, target.vocab_size)
 
 
 def served_prefixes(config: DraftConfig, k: int) -> tuple[int, ...]:
@@ -246,10 +249,20 @@ def _speculation(vllm_config: VllmConfig) -> SpeculativeConfig:
 
 
 def _read_config(vllm_config: VllmConfig) -> DraftConfig:
-    """The drafter's own config, refused with every reason; warnings are logged."""
+    """The drafter's own config, refused with every reason before weights load; warnings are logged."""
     draft = _speculation(vllm_config).draft_model_config
     reading = read_draft_config(_config_source(draft))
-    found = list(reading.findings)
+    directory = Path(draft.model)
+    # A checkpoint that the engine has yet to download is accounted for when it loads.
+    there = directory.is_dir() and vllm_config.load_config.load_format != "dummy"
+    stored = account(reading.facts, read_header(directory)) if there else None
+    target = target_facts(vllm_config.model_config)
+    found = [
+        *reading.findings,
+        *pair_findings(reading.facts, target, own_embedding=stored.own_embedding if stored else None),
+        *(stored.findings if stored else ()),
+        *id_map_findings_of(directory, stored, target),
+    ]
     if reading.config is not None:
         found += served_findings(reading.config, vllm_config)
     _refuse(f"drafter {draft.model}", found)
@@ -266,12 +279,10 @@ def _config_source(draft: Any) -> Any:
 
 
 def served_findings(config: DraftConfig, vllm_config: VllmConfig) -> list[Finding]:
-    """What is wrong, or worth saying, about this drafter with this target in this engine, before weights load."""
-    served = str(vllm_config.model_config.dtype)
+    """What is wrong, or worth saying, about serving this drafter in this engine."""
     return [
-        *pair_findings(config, target_facts(vllm_config.model_config)),
         *k_findings(config, _speculation(vllm_config).num_speculative_tokens),
-        *serving_dtype_findings(config.dtype, served),
+        *serving_dtype_findings(config.dtype, str(vllm_config.model_config.dtype)),
         *_layer_kind_findings(config, vllm_config.use_v2_model_runner),
         *_loop_findings(config, _speculation(vllm_config).num_speculative_tokens),
         *_place_findings(config, vllm_config),

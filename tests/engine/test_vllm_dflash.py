@@ -177,12 +177,21 @@ def test_a_bad_drafter_is_refused_with_every_reason_before_its_weights_load(run_
     holed |= {"fc.weight": weights["fc.weight"][:, :-1].contiguous(), "layers.0.attn_gate.weight": torch.ones(4)}
     other = tiny.raw_config(vocab_size=300, draft={"mask_token_id": 299, "target_layer_ids": [0, 9]})
     mixed = raw | {"layer_types": ["sliding_attention", "full_attention", "full_attention"], "sliding_window": 16}
+    # Ids counted from 1, as other layouts count them: the last one is no layer any more. And a head without its map.
+    shifted = tiny.raw_config("dloop", draft_vocab_size=96, draft={"target_layer_ids": [1, 4]})
+    unmapped = {name: w for name, w in tiny.tensors(shifted).items() if name != "d2t"}
     drafters = [
         tiny.write_drafter(tmp_path / "holed", raw, holed),
         tiny.write_drafter(tmp_path / "other", other),
         tiny.write_drafter(tmp_path / "mixed", mixed, weights),
+        tiny.write_drafter(tmp_path / "shifted", shifted, unmapped),
     ]
-    holes, facts, kinds = run_job("start", target=target, drafters=[str(d) for d in drafters])["said"]
+    got = run_job("start", target=target, drafters=[str(d) for d in drafters])
+    holes, facts, kinds, shift = got["said"]
+    for reason in ("target_layer_ids = [1, 4]", "d2t"):
+        assert reason in shift
+    # The target's weights have loaded four times at most, a drafter's never.
+    assert "Loading drafter model" not in got["log"] or got["log"].count("Loading weights took") <= len(drafters)
     for reason in ("fc.weight", "[64, 127]", "layers.0.attn_gate.weight", "layers.1.mlp.down_proj.weight"):
         assert reason in holes
     for reason in ("vocab_size = 300", "target_layer_ids = [0, 9]"):
@@ -269,7 +278,7 @@ def test_rows_that_are_not_finite_are_drafted_uniformly_and_counted(module):
     inf, nan = float("inf"), float("nan")
     logits = torch.tensor([[1.0, 2.0], [nan, 1.0], [inf, 1.0], [-inf, -inf], [-inf, 3.0]])
     kept, dropped = module.drop_non_finite(logits)
-    assert dropped == 3
+    assert dropped.tolist() == [False, True, True, True, False]
     assert kept.tolist() == [[1.0, 2.0], [0.0, 0.0], [0.0, 0.0], [0.0, 0.0], [-inf, 3.0]]
 
 
