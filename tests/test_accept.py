@@ -94,11 +94,13 @@ def test_a_cell_over_time_or_without_an_answer_has_failed(ran, monkeypatch):
     assert "over time" in result["faults"][0]
 
 
-def test_a_result_says_where_it_comes_from_and_no_path_of_the_machine(ran, monkeypatch):
+def test_a_result_says_where_it_comes_from_and_no_path_of_the_machine(ran, monkeypatch, tmp_path):
+    monkeypatch.setenv("DFLASH_PLUGINS_CACHE", str(tmp_path / "elsewhere"))
     ran.answers["a"] = {"good": True, "path": str(Path.home() / "x"), "file": str(ran.module.CHECKOUT / "y")}
+    ran.answers["a"]["model"] = str(tmp_path / "elsewhere" / "models")
     command_line(monkeypatch, ran.module, "--only", "a")
     result = json.loads((ran.module.RESULTS / "a.json").read_text())
-    assert result["result"] == {"good": True, "path": "~/x", "file": "./y"}
+    assert result["result"] == {"good": True, "path": "~/x", "file": "./y", "model": "~/.cache/dflash-plugins/models"}
     assert {"date", "tree", "pins", "machine", "environment", "command", "seconds"} <= set(result)
 
 
