@@ -157,6 +157,15 @@ def test_another_recipe_does_not_resume(data: tuple[Path, Path], tmp_path: Path)
         Trainer(Recipe(**{**RECIPE, "learning_rate": 0.5}), *data, tmp_path)
 
 
+def test_a_state_older_than_a_setting_had_its_default(data: tuple[Path, Path], tmp_path: Path) -> None:
+    first = Trainer(Recipe(**RECIPE), *data, tmp_path)
+    del first.facts["precision"]
+    first.save()
+    Trainer(Recipe(**RECIPE), *data, tmp_path)
+    with pytest.raises(BadInput, match="precision"):
+        Trainer(Recipe(**{**RECIPE, "precision": "fp32"}), *data, tmp_path)
+
+
 def test_the_end_may_be_moved_on_the_way(data: tuple[Path, Path], tmp_path: Path) -> None:
     assert Trainer(Recipe(**RECIPE), *data, tmp_path).run()
     longer = Trainer(Recipe(**{**RECIPE, "steps": 8}), *data, tmp_path)

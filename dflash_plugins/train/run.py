@@ -64,6 +64,8 @@ def run(
     layer_ids = settings.pop("target_layer_ids", None)
     recipe = _recipe(method, steps, settings)
     trainer = Trainer(recipe, target, _store(data, target, layer_ids, report), out)
+    if trainer.taken:
+        report(f"first weights from {recipe.start_from}, tensors", len(trainer.taken), len(trainer.taken))
     losses: list[float] = []
 
     def tell(progress: Progress) -> None:
