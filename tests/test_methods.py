@@ -216,6 +216,37 @@ def test_no_method_depends_on_values(name):
         assert got.ids.shape == (2, K)
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("name", ["dloop, two passes", "dloop over dflash2"])
+def test_a_captured_block_replays_as_it_runs(name):
+    """Two passes and the walk in one graph: replayed on other anchors and draws, it drafts what eager code drafts."""
+    raw = CASES[name][0]
+    drafter = tiny.drafter(raw).cuda()
+    features = tiny.features(raw, 2, N).cuda()
+    context = drafter.context_kv(features, tiny.columns(features).cuda())
+    anchors, places = torch.tensor([5, 9]).cuda(), torch.tensor([N, N]).cuda()
+    uniforms, temperature = torch.rand(2, K, device="cuda"), torch.tensor([0.7, 0.0]).cuda()
+    draft = method_of(drafter.config).draft
+
+    def run():
+        return draft(drafter, anchors, places, context, K, temperature=temperature, uniforms=uniforms)
+
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        run()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = run()
+    for seed in range(5):
+        anchors.copy_(torch.randint(0, 39, (2,), generator=torch.Generator().manual_seed(seed)))
+        uniforms.copy_(torch.rand(2, K, generator=torch.Generator().manual_seed(seed)))
+        graph.replay()
+        eager = run()
+        assert torch.equal(captured.ids, eager.ids)
+        torch.testing.assert_close(captured.q.probs, eager.q.probs, rtol=0, atol=1e-6)
+
+
 def test_a_row_that_was_not_finite_in_any_pass_is_dropped():
     raw = looped("dflash", [1])
     drafter, passes = tiny.drafter(raw), []
