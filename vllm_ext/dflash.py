@@ -264,7 +264,9 @@ def _read_config(vllm_config: VllmConfig) -> DraftConfig:
         *id_map_findings_of(directory, stored, target),
     ]
     if reading.config is not None:
-        found += served_findings(reading.config, vllm_config)
+        # What is stored counts, not what the config says of it.
+        dtype = stored.dtype if stored and stored.dtype else reading.config.dtype
+        found += served_findings(reading.config, vllm_config, dtype)
     _refuse(f"drafter {draft.model}", found)
     return reading.require()
 
@@ -278,11 +280,11 @@ def _config_source(draft: Any) -> Any:
     return get_hf_file_to_dict("config.json", draft.model, draft.revision)
 
 
-def served_findings(config: DraftConfig, vllm_config: VllmConfig) -> list[Finding]:
-    """What is wrong, or worth saying, about serving this drafter in this engine."""
+def served_findings(config: DraftConfig, vllm_config: VllmConfig, dtype: str | None) -> list[Finding]:
+    """What is wrong, or worth saying, about serving this drafter, stored as ``dtype``, in this engine."""
     return [
         *k_findings(config, _speculation(vllm_config).num_speculative_tokens),
-        *serving_dtype_findings(config.dtype, str(vllm_config.model_config.dtype)),
+        *serving_dtype_findings(dtype, str(vllm_config.model_config.dtype)),
         *_layer_kind_findings(config, vllm_config.use_v2_model_runner),
         *_loop_findings(config, _speculation(vllm_config).num_speculative_tokens),
         *_place_findings(config, vllm_config),

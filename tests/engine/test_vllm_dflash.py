@@ -273,6 +273,39 @@ def module():
     return dflash
 
 
+def codes(module, raw, *, k=K, dtype="float32", v2=False, stored="bfloat16"):
+    """Codes of what is found about serving a drafter of this description."""
+    from dflash_plugins.config import read_draft_config
+
+    hf_config = SimpleNamespace(dflash_config=raw["dflash_config"])
+    draft = SimpleNamespace(hf_config=hf_config)
+    speculation = SimpleNamespace(num_speculative_tokens=k, draft_model_config=draft)
+    model = SimpleNamespace(dtype=dtype)
+    config = SimpleNamespace(speculative_config=speculation, model_config=model, use_v2_model_runner=v2)
+    found = module.served_findings(read_draft_config(raw).require(), config, stored)
+    return [finding.code for finding in found if finding.severity != "info"]
+
+
+def test_what_is_said_of_serving_a_drafter(module, monkeypatch):
+    """F07, F17, F22; and a loop or a walk is refused where the runner knows nothing of it."""
+    monkeypatch.setattr(module.runner, "in_force", lambda: False)
+    plain, loop = tiny.raw_config(), tiny.raw_config("dloop")
+    assert codes(module, plain) == []
+    assert codes(module, plain, dtype="float16") == ["dtype-range"]
+    assert codes(module, plain, k=9) == ["k-beyond-block"]
+    mixed = tiny.raw_config(layer_types=["sliding_attention", "full_attention"], sliding_window=16)
+    assert codes(module, mixed) == ["mixed-layers"]
+    assert codes(module, mixed, v2=True) == []
+    assert codes(module, loop, v2=True) == ["runner-hooks"]
+    assert codes(module, tiny.raw_config("dflash2")) == ["runner-hooks"]
+    assert codes(module, tiny.raw_config("dflash2"), v2=True) == []
+    monkeypatch.setattr(module.runner, "in_force", lambda: True)
+    assert codes(module, loop) == []
+    assert codes(module, loop, k=2) == ["loop-prefix-dropped"]
+    extend = tiny.raw_config("dloop", draft={"dloop": {"mode": "extend", "max_loops": 2, "gate": -0.5}})
+    assert "loop-mode" in codes(module, extend)
+
+
 def test_rows_that_are_not_finite_are_drafted_uniformly_and_counted(module):
     """F17."""
     inf, nan = float("inf"), float("nan")

@@ -1,5 +1,6 @@
 """Registration: quick, quiet, repeatable, never raising, all or nothing, and undone without a trace."""
 
+import inspect
 import json
 import logging
 import os
@@ -297,6 +298,18 @@ def test_the_installed_vllm_is_as_every_row_says():
     table = (*hooks.AT_REGISTRATION, hooks.EXPAND_KERNEL, hooks.EXPAND_KERNEL_TAKEN, *hooks.AT_LOADING)
     assert hooks.drift(table) == []
     assert hooks.drift(hooks.AT_RUNNER_V1) == []
+
+
+@pytest.mark.engine
+def test_the_installed_vllm_still_lacks_what_is_added():
+    """Fails when a release provides it: then ours can go."""
+    pytest.importorskip("vllm")
+    from vllm.config import VllmConfig
+    from vllm.model_executor.models.registry import _SPECULATIVE_DECODING_MODELS
+
+    assert not set(runner.DLOOP) & set(_SPECULATIVE_DECODING_MODELS)
+    refusal = inspect.unwrap(VllmConfig._get_v1_model_runner_unsupported_features)
+    assert runner.CANDIDATE_HEAD in refusal.__code__.co_consts
 
 
 REAL = """
