@@ -126,6 +126,8 @@ def models_list(as_json: AsJson = False) -> int:
 def _print_models(rows: list[dict[str, Any]]) -> None:
     for row in rows:
         what = row.get("title") or f"{row['method']} drafter for {row['target']}"
+        if row.get("base"):
+            what += f", shipped as a difference to {row['base']}"
         print(f"{row['name']:22} {row['kind']:8} {row['status']:14} {what} ({row['licence']})")
         print(f"{'':22} {row['path'] or 'models fetch ' + row['name']}")
 
@@ -242,7 +244,7 @@ def train(
     target: Annotated[str, typer.Option(metavar="T", help="Folder of the target, or its embedded name.")],
     data: Annotated[Path, typer.Option(metavar="FOLDER", help="Features of the target's own answers.")],
     out: Annotated[Path, typer.Option(metavar="DIR", help="Where the drafter goes, and the state of the run.")],
-    method: Annotated[str, typer.Option(help="The method to train a drafter for.")] = "dflash",
+    method: Annotated[str, typer.Option(help="dflash, dflash2 or dloop (mode refine).")] = "dflash",
     steps: Annotated[int | None, typer.Option(min=1, help="Steps in all, over all legs.")] = None,
     minutes: Annotated[
         float | None, typer.Option(min=0, help="End this leg after so long; run again to go on.")
@@ -280,6 +282,8 @@ def _print_training(result: TrainReport) -> None:
     state = "finished" if result.finished else "this leg has ended; the same command goes on"
     slots = " ".join(f"{rate:.3f}" for rate in result.accepted_by_slot)
     print(f"{result.path}: step {result.step} of {result.steps}, {state}")
+    if result.taken_from_start:
+        print(f"first weights: {len(result.taken_from_start)} tensors of the drafter it started from")
     print(f"held out: {result.emitted_per_round:.3f} emitted per round; accepted by slot {slots}")
 
 
