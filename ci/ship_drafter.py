@@ -1,17 +1,24 @@
 """Puts a trained drafter into the data distribution: ``python ci/ship_drafter.py RUN/drafter NAME``.
 
-The reduced head is left out (its rows are the target's own), the list of its ids goes in. What was shipped under the
-same name before is replaced, and only once the new folder is whole.
+The reduced head is left out (its rows are the target's own), and where the catalogue names a base, so is every tensor
+that is bit for bit the base's. What was shipped under the same name before is replaced, and only once the files that
+`models fetch` would make of the new folder are, tensor by tensor, those of the trained drafter.
 """
 
 import shutil
+import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
+import torch
+from safetensors.torch import load_file
+
 from dflash_plugins.errors import BadInput
+from dflash_plugins.pairs import resolve
 from dflash_plugins.pairs.catalogue import DRAFTERS
-from dflash_plugins.pairs.cut_head import detach_head
+from dflash_plugins.pairs.cut_head import attach_head, detach_head
+from dflash_plugins.pairs.difference import apply_difference, make_difference, read_difference, sha256
 
 PACKAGE = Path(__file__).resolve().parent.parent / "models" / "dflash_plugins_models"
 LIMIT_BYTES = 40_000_000
@@ -21,18 +28,66 @@ def main(arguments):
     if len(arguments) != 2 or arguments[1] not in DRAFTERS:
         print(f"usage: {__doc__.splitlines()[0]}; names: {', '.join(DRAFTERS)}", file=sys.stderr)
         return 2
-    source, name = Path(arguments[0]), arguments[1]
-    with tempfile.TemporaryDirectory(dir=PACKAGE) as scratch:
-        try:
-            detach_head(source, Path(scratch) / name)
-        except BadInput as error:
-            print(error, file=sys.stderr)
-            return 2
-        shutil.rmtree(PACKAGE / name, ignore_errors=True)
-        (Path(scratch) / name).rename(PACKAGE / name)
-    size = sum(path.stat().st_size for path in PACKAGE.rglob("*.safetensors"))
-    print(f"{PACKAGE / name}: all drafters together {size / 1e6:.1f} MB of {LIMIT_BYTES / 1e6:.0f} MB")
+    try:
+        folder = ship(Path(arguments[0]), DRAFTERS[arguments[1]])
+    except BadInput as error:
+        print(error, file=sys.stderr)
+        return 2
+    size = size_ever_shipped(PACKAGE)
+    print(f"{folder}: all weights ever shipped together {size / 1e6:.1f} MB of {LIMIT_BYTES / 1e6:.0f} MB")
     return 0 if size <= LIMIT_BYTES else 1
+
+
+def ship(source, drafter):
+    with tempfile.TemporaryDirectory(dir=PACKAGE) as scratch:
+        whole, difference, again, made = (Path(scratch) / name for name in ("whole", "difference", "again", "made"))
+        detach_head(source, whole)
+        if drafter.base is not None:
+            make_difference(whole, PACKAGE / drafter.base, drafter.base, difference)
+            apply_difference(difference, PACKAGE / drafter.base, again)
+        new, headless = (whole, whole) if drafter.base is None else (difference, again)
+        attach_head(headless, resolve(drafter.target), made)
+        require_same_tensors(source, made)
+        require_no_difference_to_another(new, drafter.name)
+        shutil.rmtree(PACKAGE / drafter.name, ignore_errors=True)
+        new.rename(PACKAGE / drafter.name)
+    return PACKAGE / drafter.name
+
+
+def require_same_tensors(source, made):
+    before, after = load_file(source / "model.safetensors"), load_file(made / "model.safetensors")
+    differing = [
+        name
+        for name in sorted(before.keys() | after.keys())
+        if name not in before or name not in after or not torch.equal(before[name], after[name])
+    ]
+    if differing:
+        raise BadInput(f"{source}: fetched again it would differ in {', '.join(differing)}; is its head the target's?")
+
+
+def require_no_difference_to_another(new, name):
+    """A base that changes leaves its differences without the file that they were made from."""
+    for folder in sorted(path for path in PACKAGE.iterdir() if path.name in DRAFTERS):
+        difference = read_difference(folder)
+        if difference is not None and difference.base == name:
+            for file, checksum in difference.base_sha256.items():
+                if sha256(new / file) != checksum:
+                    raise BadInput(f"{folder.name} is a difference to the {name} shipped so far: remove it first")
+
+
+def size_ever_shipped(package):
+    """Bytes of all weights below ``package``: those in the history of this branch, and those that lie there now."""
+    pattern = f":(glob){package.name}/*/model.safetensors"
+    log = git(package.parent, "log", "--format=", "--raw", "--no-abbrev", "--no-renames", "--", pattern)
+    shipped = {line.split()[3] for line in log.splitlines()} - {"0" * 40}
+    sizes = {blob: int(git(package.parent, "cat-file", "-s", blob)) for blob in shipped}
+    for path in package.glob("*/model.safetensors"):
+        sizes[git(package.parent, "hash-object", str(path)).strip()] = path.stat().st_size
+    return sum(sizes.values())
+
+
+def git(folder, *arguments):
+    return subprocess.run(["git", *arguments], cwd=folder, capture_output=True, text=True, check=True).stdout  # noqa: S603, S607
 
 
 if __name__ == "__main__":

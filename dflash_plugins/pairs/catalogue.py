@@ -27,11 +27,15 @@ class EmbeddedTarget:
 
 @dataclass(frozen=True)
 class EmbeddedDrafter:
-    """A drafter of ours, package data of the distribution ``dflash-plugins-models``."""
+    """A drafter of ours, package data of the distribution ``dflash-plugins-models``.
+
+    ``base`` names the drafter of the same target that it is shipped as a difference to; None: it is shipped whole.
+    """
 
     name: str
     method: str
     target: str
+    base: str | None = None
 
 
 _TARGETS = (

@@ -23,15 +23,15 @@ HEAD_TENSORS = ("lm_head.weight", "d2t")
 
 def detach_head(drafter: Path, out: Path) -> None:
     """Writes ``drafter`` to the new folder ``out`` without its reduced head; BadInput when it has none."""
-    config, tensors = _read(drafter)
+    config, tensors = read_checkpoint(drafter)
     if "draft_vocab_size" not in config or any(name not in tensors for name in HEAD_TENSORS):
         raise BadInput(f"{drafter}: has no reduced head of its own to leave out")
     id_map = tensors["d2t"]
     kept = {name: tensor for name, tensor in tensors.items() if name not in HEAD_TENSORS}
     ids = [row + shift for row, shift in enumerate(id_map.tolist())]
-    _write(out, {key: value for key, value in config.items() if key != "draft_vocab_size"}, kept)
+    write_checkpoint(out, {key: value for key, value in config.items() if key != "draft_vocab_size"}, kept)
     (out / VOCABULARY_FILE).write_text(json.dumps({"target_ids": ids}), encoding="utf-8")
-    _copy_card(drafter, out)
+    copy_card(drafter, out)
 
 
 def attach_head(drafter: Path, target: Path, out: Path) -> None:
@@ -47,11 +47,11 @@ def attach_head(drafter: Path, target: Path, out: Path) -> None:
     head = TargetTensors(target).head()
     if int(ids.max()) >= head.shape[0]:
         raise BadInput(f"{drafter / VOCABULARY_FILE}: id {int(ids.max())} is beyond the target's {head.shape[0]} rows")
-    config, tensors = _read(drafter)
+    config, tensors = read_checkpoint(drafter)
     tensors["lm_head.weight"] = head[ids].to(tensors["fc.weight"].dtype)
     tensors["d2t"] = ids - torch.arange(len(ids))
-    _write(out, {**config, "draft_vocab_size": len(ids)}, tensors)
-    _copy_card(drafter, out)
+    write_checkpoint(out, {**config, "draft_vocab_size": len(ids)}, tensors)
+    copy_card(drafter, out)
 
 
 def _vocabulary(path: Path) -> Sequence[int]:
@@ -65,14 +65,16 @@ def _vocabulary(path: Path) -> Sequence[int]:
     return list(ids)
 
 
-def _read(folder: Path) -> tuple[dict[str, object], dict[str, torch.Tensor]]:
+def read_checkpoint(folder: Path) -> tuple[dict[str, object], dict[str, torch.Tensor]]:
+    """The configuration and the tensors of a folder in the released layout."""
     from safetensors.torch import load_file
 
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     return config, load_file(folder / "model.safetensors")
 
 
-def _write(folder: Path, config: dict[str, object], tensors: dict[str, torch.Tensor]) -> None:
+def write_checkpoint(folder: Path, config: dict[str, object], tensors: dict[str, torch.Tensor]) -> None:
+    """Writes both to the new folder ``folder``, readable by everybody."""
     from safetensors.torch import save_file
 
     folder.mkdir(parents=True)
@@ -81,6 +83,7 @@ def _write(folder: Path, config: dict[str, object], tensors: dict[str, torch.Ten
     (folder / "model.safetensors").chmod(0o644)
 
 
-def _copy_card(source: Path, out: Path) -> None:
+def copy_card(source: Path, out: Path) -> None:
+    """The model card goes along where there is one."""
     if (source / "README.md").is_file():
         shutil.copyfile(source / "README.md", out / "README.md")

