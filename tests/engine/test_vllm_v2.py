@@ -17,14 +17,14 @@ import torch
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 K, VOCAB, MASK = tiny.BLOCK - 1, 96, 95
-PREFIXES = {"dflash": (), "dflash2": (), "dloop": (1, 3), "dloop-selector": (1, 3)}
+PREFIXES = {"dflash": (), "dflash2": (), "dloop": (1, 3), "dloop-selector": (1, 3), "dloop-cut": (1, 3)}
 SPECULATORS = {
     "dflash": "DFlashSpeculator",
     "dflash2": "DFlash2Speculator",
     "dloop": "LoopSpeculator",
     "dloop-selector": "SelectorLoopSpeculator",
 }
-LOOPS = ("dloop", "dloop-selector")
+LOOPS = ("dloop", "dloop-selector", "dloop-cut")
 
 
 def raw_config(method, prefixes=None):
@@ -32,7 +32,8 @@ def raw_config(method, prefixes=None):
     if method in LOOPS:
         nested["dloop"] = {"mode": "refine", "prefix_lengths": list(PREFIXES[method] if prefixes is None else prefixes)}
     raw = tiny.raw_config("dflash2" if "2" in method or "selector" in method else "dflash", draft=nested)
-    return raw | {"vocab_size": VOCAB} | ({"architectures": ["DLoopDraftModel"]} if method in LOOPS else {})
+    raw |= {"vocab_size": VOCAB} | ({"architectures": ["DLoopDraftModel"]} if method in LOOPS else {})
+    return raw | ({"draft_vocab_size": 40} if method == "dloop-cut" else {})
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +54,7 @@ def run(run_job, target, tmp_path_factory):
     return run
 
 
-@pytest.fixture(params=PREFIXES)
+@pytest.fixture(params=SPECULATORS)
 def method(request):
     return request.param
 
@@ -151,7 +152,9 @@ def expected_passes(one, prefixes, anchor):
     return [[anchor, *one["draft"][:m], *[MASK] * (K - m)] for m in (0, *prefixes)]
 
 
-@pytest.mark.parametrize("job", ["greedy", "sampled"])
+@pytest.mark.parametrize(
+    ("job", "loop"), [("greedy", loop) for loop in LOOPS[:2]] + [("sampled", loop) for loop in LOOPS]
+)
 def test_every_pass_reads_the_tokens_really_drafted(run, loop, job):
     got = run(job, loop)
     rounds = whole_rounds(got["rounds"], got.get("truth") or got["texts"])
@@ -161,7 +164,7 @@ def test_every_pass_reads_the_tokens_really_drafted(run, loop, job):
 
 
 def test_kept_scores_are_those_of_the_pass_that_drew_the_token(run, target, loop):
-    """Temperature 1, against the oracle run on the tokens that the engine drew; by position, 7 of its rows a round."""
+    """Temperature 1, against the oracle run on the tokens that the engine drew; -inf wherever nothing can be drawn."""
     got = run("sampled", loop)
     reference = Reference(target, loop)
     rounds = whole_rounds(got["rounds"], got["texts"])[::5]
