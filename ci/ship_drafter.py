@@ -5,6 +5,7 @@ that is bit for bit the base's. What was shipped under the same name before is r
 `models fetch` would make of the new folder are, tensor by tensor, those of the trained drafter.
 """
 
+import re
 import shutil
 import subprocess
 import sys
@@ -18,7 +19,7 @@ from dflash_plugins.errors import BadInput
 from dflash_plugins.pairs import resolve
 from dflash_plugins.pairs.catalogue import DRAFTERS
 from dflash_plugins.pairs.cut_head import attach_head, detach_head
-from dflash_plugins.pairs.difference import apply_difference, make_difference, read_difference, sha256
+from dflash_plugins.pairs.difference import ROWS_SUFFIX, apply_difference, make_difference, read_difference, sha256
 
 PACKAGE = Path(__file__).resolve().parent.parent / "models" / "dflash_plugins_models"
 LIMIT_BYTES = 40_000_000
@@ -45,6 +46,7 @@ def ship(source, drafter):
         if drafter.base is not None:
             make_difference(whole, PACKAGE / drafter.base, drafter.base, difference)
             apply_difference(difference, PACKAGE / drafter.base, again)
+            add_to_card(difference, PACKAGE / drafter.base, drafter)
         new, headless = (whole, whole) if drafter.base is None else (difference, again)
         attach_head(headless, resolve(drafter.target), made)
         require_same_tensors(source, made)
@@ -52,6 +54,38 @@ def ship(source, drafter):
         shutil.rmtree(PACKAGE / drafter.name, ignore_errors=True)
         new.rename(PACKAGE / drafter.name)
     return PACKAGE / drafter.name
+
+
+def add_to_card(folder, base, drafter):
+    """What is shipped, and the held-out figures beside the base's; a drafter without a card gets none."""
+    card = folder / "README.md"
+    if not card.is_file():
+        return
+    own, others = held_out_rows(folder), held_out_rows(base)
+    tensors = load_file(folder / "model.safetensors")
+    megabytes = (folder / "model.safetensors").stat().st_size / 1e6
+    names = sorted(name for name in tensors if not name.endswith(ROWS_SUFFIX))
+    lines = [
+        "",
+        f"## Beside its base, `{drafter.base}`",
+        "",
+        "| drafter | K | emitted per round | accepted by slot | rounds |",
+        "|---|---|---|---|---|",
+        *(f"| {name} {row}" for name, rows in ((drafter.name, own), (drafter.base, others)) for row in rows),
+        "",
+        f"Shipped as a difference to it: {len(names)} tensors, {megabytes:.2f} MB in bfloat16. The others are its own.",
+        "",
+        *(f"- `{name}`" for name in names),
+    ]
+    with card.open("a", encoding="utf-8") as handle:
+        handle.write("\n".join(lines) + "\n")
+
+
+def held_out_rows(folder):
+    """The lines of a card's table that begin with K."""
+    card = folder / "README.md"
+    lines = card.read_text(encoding="utf-8").splitlines() if card.is_file() else []
+    return [line for line in lines if re.match(r"\| \d+ \| \d+\.\d+ \|", line)]
 
 
 def require_same_tensors(source, made):

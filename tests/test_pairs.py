@@ -13,11 +13,18 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from fake_engine import FakeDriver
 
+from dflash_plugins import demo
+from dflash_plugins.check import inspect_pair
+from dflash_plugins.drafter import load_drafter
 from dflash_plugins.errors import BadInput
+from dflash_plugins.findings import errors
+from dflash_plugins.methods import method_of
 from dflash_plugins.pairs import (
     DRAFTERS,
     TARGETS,
+    Prompt,
     fetch_model,
     gguf_llama,
     is_measuring_prompt,
@@ -26,7 +33,9 @@ from dflash_plugins.pairs import (
     resolve,
 )
 from dflash_plugins.pairs import fetch as fetch_module
+from dflash_plugins.pairs.catalogue import EmbeddedDrafter
 from dflash_plugins.pairs.cut_head import VOCABULARY_FILE
+from dflash_plugins.pairs.difference import make_difference
 
 TARGET, DRAFTER = "smollm2-135m", "smollm2-135m-dflash"
 
@@ -246,6 +255,67 @@ def test_a_drafter_shipped_without_its_head_gets_the_targets_rows(installed_draf
     assert made["d2t"].tolist() == [3, 4, 498]
 
 
+@pytest.fixture
+def installed_difference(installed_drafter, tmp_path, monkeypatch):
+    """The name of a D-Loop drafter that is installed as a difference to the other one, which comes without its head."""
+    import tiny
+    from safetensors.torch import load_file
+
+    target = tiny.write_target(tmp_path / "target")
+    for path in installed_drafter.iterdir():
+        path.unlink()
+    tiny.write_drafter(installed_drafter, tiny.raw_config())
+    weights = load_file(installed_drafter / "model.safetensors")
+    weights["norm.weight"] *= 2
+    trained = tiny.write_drafter(tmp_path / "trained", tiny.raw_config("dloop"), weights)
+    for folder in (installed_drafter, trained):
+        (folder / VOCABULARY_FILE).write_text(json.dumps({"target_ids": [3, 5, 500]}))
+    make_difference(trained, installed_drafter, DRAFTER, installed_drafter.with_name("changed"))
+    monkeypatch.setitem(DRAFTERS, "changed", EmbeddedDrafter("changed", "dloop", TARGET, base=DRAFTER))
+    monkeypatch.setattr(fetch_module, "_fetch_target", lambda *_: target)
+    monkeypatch.setenv("DFLASH_PLUGINS_CACHE", str(tmp_path / "cache"))
+    return "changed"
+
+
+def row_of(name):
+    return next(row for row in listing() if row["name"] == name)
+
+
+def test_a_drafter_shipped_as_a_difference_is_made_whole(installed_difference, installed_drafter, tmp_path):
+    from safetensors.torch import load_file
+
+    assert row_of("changed")["base"] == DRAFTER
+    assert (row_of("changed")["status"], row_of("changed")["path"]) == ("not fetched", None)
+    folder = fetch_model("changed")
+    assert folder == tmp_path / "cache" / "models" / "changed" == resolve("changed")
+    assert (row_of("changed")["status"], row_of("changed")["path"]) == ("ready", str(folder))
+    made, base = load_file(folder / "model.safetensors"), load_file(installed_drafter / "model.safetensors")
+    assert made.keys() == base.keys() | {"lm_head.weight", "d2t"}
+    assert made["norm.weight"].equal(base["norm.weight"] * 2)
+    assert all(made[name].equal(base[name]) for name in base if name != "norm.weight")
+    assert json.loads((folder / "config.json").read_text())["architectures"] == ["DLoopDraftModel"]
+
+
+def test_a_difference_to_another_base_is_refused_even_where_it_was_made_before(installed_difference, installed_drafter):
+    fetch_model("changed")
+    (installed_drafter / VOCABULARY_FILE).write_text(json.dumps({"target_ids": [3, 5, 499]}))
+    with pytest.raises(BadInput, match=f"{DRAFTER}/{VOCABULARY_FILE}.*another file"):
+        fetch_model("changed")
+
+
+def test_a_catalogue_and_files_that_disagree_are_refused(installed_difference, monkeypatch):
+    monkeypatch.setitem(DRAFTERS, "changed", EmbeddedDrafter("changed", "dloop", TARGET))
+    with pytest.raises(BadInput, match=f"as a difference to {DRAFTER}"):
+        fetch_model("changed")
+
+
+def test_a_difference_without_its_base_says_what_is_missing(installed_difference, installed_drafter):
+    (installed_drafter / "config.json").unlink()
+    with pytest.raises(BadInput, match=f"'{DRAFTER}' is part of.*pip install"):
+        fetch_model("changed")
+    assert row_of("changed")["status"] == "not installed"
+
+
 def test_a_missing_data_distribution_says_how_to_install_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "dflash_plugins_models", None)
     with pytest.raises(BadInput, match="pip install"):
@@ -255,6 +325,84 @@ def test_a_missing_data_distribution_says_how_to_install_it(monkeypatch):
 
 def test_drafters_name_a_target_of_the_catalogue():
     assert {drafter.target for drafter in DRAFTERS.values()} <= set(TARGETS)
+
+
+# The drafters as they are shipped
+
+
+@pytest.fixture(scope="module")
+def real_target(tmp_path_factory):
+    """A folder that passes for the real target where drafters are made: its shape, its depth, and a head of noise."""
+    import torch
+    from safetensors.torch import save_file
+
+    folder = tmp_path_factory.mktemp("target")
+    generator = torch.Generator().manual_seed(0)
+    head = torch.randn(49152, 576, generator=generator).to(torch.bfloat16)
+    save_file({"model.embed_tokens.weight": head}, folder / "model.safetensors")
+    config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_hidden_layers": 30}
+    config |= {"hidden_size": 576, "num_attention_heads": 9, "num_key_value_heads": 3, "vocab_size": 49152}
+    config |= {"rope_theta": 100000.0, "max_position_embeddings": 8192, "bos_token_id": 1, "eos_token_id": 2}
+    (folder / "config.json").write_text(json.dumps(config | {"torch_dtype": "bfloat16", "tie_word_embeddings": True}))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def real_drafters(repository, real_target, tmp_path_factory):
+    """All drafters of the catalogue, made of the files in the repository."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(repository / "models"))
+        patch.delitem(sys.modules, "dflash_plugins_models", raising=False)
+        patch.setenv("DFLASH_PLUGINS_CACHE", str(tmp_path_factory.mktemp("cache")))
+        patch.setattr(fetch_module, "_fetch_target", lambda *_: real_target)
+        folders = {name: fetch_model(name) for name in DRAFTERS}
+    sys.modules.pop("dflash_plugins_models", None)
+    return folders
+
+
+def test_every_tensor_of_the_shipped_drafters_is_accounted_for(real_drafters, real_target):
+    for name, folder in real_drafters.items():
+        report = inspect_pair(folder, real_target, k=3)
+        assert report.require().method == DRAFTERS[name].method
+        assert errors(report.findings) == (), name
+        assert report.draft.draft_vocab_size == 8192
+
+
+def test_the_shipped_drafters_draft_each_in_its_own_way(real_drafters, real_target):
+    import torch
+    from safetensors.torch import load_file
+
+    head = load_file(real_target / "model.safetensors")["model.embed_tokens.weight"].float()
+    generator = torch.Generator().manual_seed(1)
+    features, anchors = torch.randn(16, 6, 5 * 576, generator=generator), torch.arange(16) + 300
+    drafts = {}
+    for name, folder in real_drafters.items():
+        drafter = load_drafter(folder, dtype=torch.float32)
+        drafter.bind(head, head)
+        with torch.no_grad():
+            context = drafter.context_kv(features, torch.arange(6).expand(16, 6))
+            draft = method_of(drafter.config).draft
+            drafts[name] = draft(drafter, anchors, torch.full((16,), 6), context, 3, temperature=None).ids
+    assert len({tuple(ids.flatten().tolist()) for ids in drafts.values()}) == len(drafts)
+
+
+def test_the_demo_shows_every_shipped_drafter(real_drafters, real_target, monkeypatch):
+    """The contestants of the real catalogue, in an engine that is not there."""
+    monkeypatch.setattr("dflash_plugins.prove.resolve", lambda name: (real_drafters | {TARGET: real_target})[name])
+    prompts = (Prompt(id="p", set="s", prompt="a prompt"),)
+    report = demo.run("vllm", driver=FakeDriver(), prompts=prompts, tokens=4, alternations=2)
+    shown = [("plain", None), ("dflash", None), ("dflash2", None)]
+    assert [(run.method, run.mode) for run in report.runs] == shown
+    assert all(run.k == 3 for run in report.runs[1:])
+
+
+def test_a_shipped_difference_is_small_and_has_a_card(repository):
+    for name, drafter in DRAFTERS.items():
+        folder = repository / "models" / "dflash_plugins_models" / name
+        assert "license: apache-2.0" in (folder / "README.md").read_text()
+        assert "accepted by slot" in (folder / "README.md").read_text()
+        if drafter.base is not None:
+            assert (folder / "model.safetensors").stat().st_size < 5_000_000
 
 
 @pytest.mark.slow

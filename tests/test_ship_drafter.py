@@ -59,10 +59,16 @@ def test_a_base_and_then_a_difference_to_it(
 ) -> None:
     plain = write_trained(tmp_path / "p", tmp_path / "target", "dflash")
     looped = write_trained(tmp_path / "l", tmp_path / "target", "dloop", 2.0)
+    (plain / "README.md").write_text("| 3 | 1.500 | 0.300 0.150 0.050 | 90 |\n")
+    (looped / "README.md").write_text("| time | 3 minutes |\n\n| 3 | 1.600 | 0.400 0.150 0.050 | 80 |\n")
     assert ship.main([str(plain), "plain"]) == ship.main([str(looped), "looped"]) == 0
     assert sorted(path.name for path in ship.PACKAGE.iterdir()) == ["looped", "plain"]
     assert read_difference(ship.PACKAGE / "plain") is None
     assert list(load_file(ship.PACKAGE / "looped" / "model.safetensors")) == ["norm.weight"]
+    card = (ship.PACKAGE / "looped" / "README.md").read_text().splitlines()
+    assert "| looped | 3 | 1.600 | 0.400 0.150 0.050 | 80 |" in card
+    assert "| plain | 3 | 1.500 | 0.300 0.150 0.050 | 90 |" in card
+    assert "- `norm.weight`" in card
     size = sum((ship.PACKAGE / name / "model.safetensors").stat().st_size for name in NAMES)
     assert f"{size / 1e6:.1f} MB of 40 MB" in capsys.readouterr().out
 

@@ -51,7 +51,10 @@ _TARGETS = (
         note="Q4_1 weights, dequantised to bfloat16: close to the released model, not equal to it",
     ),
 )
-_DRAFTERS = (EmbeddedDrafter(name="smollm2-135m-dflash", method="dflash", target="smollm2-135m"),)
+_DRAFTERS = (
+    EmbeddedDrafter(name="smollm2-135m-dflash", method="dflash", target="smollm2-135m"),
+    EmbeddedDrafter(name="smollm2-135m-dflash2", method="dflash2", target="smollm2-135m", base="smollm2-135m-dflash"),
+)
 
 TARGETS: Mapping[str, EmbeddedTarget] = {target.name: target for target in _TARGETS}
 DRAFTERS: Mapping[str, EmbeddedDrafter] = {drafter.name: drafter for drafter in _DRAFTERS}
