@@ -150,6 +150,7 @@ def main() -> None:
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(MEASUREMENTS)}; default: all")
     parser.add_argument("--alternations", type=int, default=12)
     parser.add_argument("--tokens", type=int, default=48)
+    parser.add_argument("--json", action="store_true", help="all records as one document on stdout")
     parser.add_argument("--passes-of", nargs=2, metavar=("TARGET", "DRAFTER"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.passes_of:
@@ -157,6 +158,7 @@ def main() -> None:
         print("PASSES" + json.dumps(passes_of(target, drafter, options.tokens)))
         return
     pair = resolve(TARGET), resolve(DRAFTER)
+    records = []
     for name in options.names or MEASUREMENTS:
         with tempfile.TemporaryDirectory() as folder:
             measured = MEASUREMENTS[name](*pair, Path(folder), options)
@@ -174,7 +176,10 @@ def main() -> None:
             },
         }  # fmt: skip
         (RESULTS / f"vllm_{name.replace('-', '_')}.json").write_text(json.dumps(record, indent=1) + "\n")
-        print(json.dumps({key: record[key] for key in ("what", "ratio", "ci95")}))
+        records.append(record)
+        print(json.dumps({key: record[key] for key in ("what", "ratio", "ci95")}), file=sys.stderr)
+    if options.json:
+        print(json.dumps({"records": records}))
 
 
 if __name__ == "__main__":

@@ -149,3 +149,34 @@ def test_a_demo_without_a_drafter_is_no_pass(accept):
 def test_what_a_proof_must_say(accept, tokens, differences, lossless, passes):
     document = {"tokens": tokens, "differences": [{}] * differences, "lossless": lossless}
     assert (accept.prove_faults(document) == []) is passes
+
+
+def overhead(empty=(0.98, 1.01), second=1.05, unused=(0.995, 1.002), same=True):
+    return {
+        "records": [
+            {"what": "empty-loop", "ratio": 1.0, "ci95": list(empty), "same_ids": same},
+            {"what": "second-pass", "ratio": second, "ci95": [second, second]},
+            {"what": "unused", "ratio": 1.0, "ci95": list(unused), "same_ids": True},
+        ]
+    }
+
+
+@pytest.mark.parametrize(
+    ("changes", "slow"),
+    [
+        ({}, 0),
+        ({"empty": (0.969, 1.1)}, 1),
+        ({"second": 1.11}, 1),
+        ({"unused": (0.9, 0.98)}, 1),
+        ({"unused": (1.001, 1.009)}, 0),
+        ({"empty": (0.9, 1.0), "second": 1.2, "unused": (1.02, 1.03)}, 3),
+    ],
+)
+def test_what_the_suite_may_cost(accept, changes, slow):
+    assert len(accept.overhead_slow(overhead(**changes))) == slow
+
+
+def test_other_ids_are_a_fault_whatever_they_cost(accept):
+    assert accept.same_ids_faults(overhead(same=False)) == ["empty-loop: ids differ"]
+    assert accept.same_ids_faults(overhead()) == []
+    assert accept.same_ids_faults({"records": []}) != []
