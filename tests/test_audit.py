@@ -323,7 +323,7 @@ def test_a_run_that_cannot_be_audited_is_refused_in_one_sentence(file, monkeypat
     gone = hooks.Hook("json", "JSONDecoder.decoded", hooks.Use.REPLACED, "to see what is not there")
     monkeypatch.setattr(audit, "AT_AUDIT_V1", (gone,))
     with pytest.raises(audit.AuditRefused, match=r"json\.JSONDecoder\.decoded is gone"):
-        audit.install(v2=False)
+        audit.install(None, v2=False)
     assert "cannot be installed" in caplog.text
     with pytest.raises(BadInput, match="JSONDecoder"):
         audit.read(file)

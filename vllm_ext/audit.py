@@ -23,7 +23,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NoReturn
 
 from dflash_plugins.alignment import Commit, Forward, Phase, RequestAlignment, TransitionError
 from dflash_plugins.errors import BadInput, DFlashPluginsError
@@ -49,12 +49,13 @@ class Drafting:
     """What the drafter was given for one request.
 
     ``positions``: those of the context rows, of which the first ``kept`` count. ``context``: number of context rows its
-    block attends to. ``slots``: where the kept rows were written, and where the block table has their positions.
+    block attends to, None if the engine has capped that. ``slots``: where the kept rows were written, and where the
+    block table has their positions.
     """
 
     positions: Sequence[int]
     kept: int
-    context: int
+    context: int | None
     block_positions: Sequence[int]
     block_ids: Sequence[int]
     slots: tuple[Sequence[int], Sequence[int]] = ((), ())
@@ -109,7 +110,7 @@ class Mismatch:
 
 @dataclass(frozen=True)
 class Served:
-    """What a run serves: K proposals per round over ``vocab_size`` ids; positions are below ``limit`` if there is one."""
+    """What a run serves: K proposals per round over ``vocab_size`` ids; positions end before ``limit``, if any."""
 
     k: int
     vocab_size: int
@@ -438,34 +439,33 @@ def report(suffix: str = "") -> Report:
     return _report
 
 
-def install(*, v2: bool) -> None:
+def install(vllm_config: Any, *, v2: bool) -> None:
     """Wrap what the audit observes in this process's runner. AuditRefused, which keeps the engine from starting."""
-    if _patches.done:
-        return
-    sentences = drift(AT_AUDIT_V2 if v2 else AT_AUDIT_V1)
-    if not sentences:
-        try:
-            _wrap(v2)
-        except Exception as error:
-            _patches.undo()
-            sentences = [f"wrapping failed: {error}"]
+    sentences = drift(AT_AUDIT_V2 if v2 else AT_AUDIT_V1) if not _patches.done else []
     if sentences:
-        sentence = f"{AUDIT} is set, but the audit cannot be installed, vLLM has changed: {'; '.join(sentences)}"
-        _write_refusal(sentence)
-        logger.error("dflash-plugins: %s", sentence)
-        raise AuditRefused(sentence)
+        _refuse(f"vLLM has changed: {'; '.join(sentences)}")
+    try:
+        watching = importlib.import_module("vllm_ext.audit_v2" if v2 else "vllm_ext.audit_v1")
+        sentences = watching.refusals(vllm_config)
+        if not _patches.done and not sentences:
+            watching.wrap(_patches)
+    except Exception as error:
+        _patches.undo()
+        sentences = [f"wrapping failed: {error}"]
+    if sentences:
+        _refuse("; ".join(sentences))
 
 
-def _wrap(v2: bool) -> None:
-    importlib.import_module("vllm_ext.audit_v2" if v2 else "vllm_ext.audit_v1").wrap(_patches)
-
-
-def _write_refusal(sentence: str) -> None:
+def _refuse(reasons: str) -> NoReturn:
+    """Say it in the log, in the file and to whoever starts the engine."""
+    sentence = f"{AUDIT} is set, but the audit cannot be installed: {reasons}"
+    logger.error("dflash-plugins: %s", sentence)
     path = requested()
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("a", encoding="utf-8") as file:
             file.write(json.dumps({"refused": sentence, "pid": os.getpid()}) + "\n")
+    raise AuditRefused(sentence)
 
 
 def undo() -> list[str]:

@@ -171,6 +171,15 @@ AT_RUNNER_V2 = (
 
 _RUNNER_V1 = "vllm.v1.worker.gpu_model_runner"
 
+# The arguments of the V2 runner's ``prepare_dflash_inputs``, which it is given by position.
+DRAFTER_ARGUMENTS = (
+    "input_buffers", "query_slot_mapping", "context_positions", "context_slot_mapping", "sample_indices", "sample_pos",
+    "sample_idx_mapping", "temperature", "seeds", "input_batch", "num_sampled", "num_rejected", "last_sampled",
+    "next_prefill_tokens", "input_temperature", "input_seeds", "block_table", "block_size", "cp_rank", "cp_size",
+    "cp_interleave", "parallel_drafting_token_id", "num_query_per_req", "num_speculative_steps", "max_num_reqs",
+    "max_num_tokens", "max_model_len",
+)  # fmt: skip
+
 # Checked in a worker whose V1 runner is to be audited, before its runner is built.
 AT_AUDIT_V1 = (
     Hook(
@@ -207,15 +216,8 @@ AT_AUDIT_V1 = (
         _RUNNER_V1,
         "GPUModelRunner.sample_tokens",
         Use.REPLACED,
-        "to compare when a step is over",
-        reads=("_sample", "_draft_token_ids", "_copy_draft_token_ids_to_cpu"),
-    ),
-    Hook(
-        _RUNNER_V1,
-        "GPUModelRunner._copy_draft_token_ids_to_cpu",
-        Use.REPLACED,
-        "to see the drafts that the runner keeps",
-        reads=("_draft_token_ids",),
+        "to compare when a step is over, and to see the drafts that the runner keeps",
+        reads=("_sample", "_draft_token_ids"),
     ),
     Hook(
         "vllm.v1.sample.sampler",
@@ -265,7 +267,93 @@ AT_AUDIT_V1 = (
     ),
 )
 
-AT_AUDIT_V2: tuple[Hook, ...] = ()
+_RUNNER_V2 = "vllm.v1.worker.gpu.model_runner"
+_SPECULATOR = "vllm.v1.worker.gpu.spec_decode.dflash.speculator"
+
+# Checked in a worker whose V2 runner is to be audited, before its runner is built.
+AT_AUDIT_V2 = (
+    Hook(
+        _RUNNER_V2,
+        "GPUModelRunner.execute_model",
+        Use.REPLACED,
+        "to see which requests come, come back, sit out or go",
+        parameters=("self", "scheduler_output", "intermediate_tensors", "dummy_run"),
+        reads=("add_requests", "update_requests", "prepare_inputs"),
+    ),
+    Hook(
+        _RUNNER_V2,
+        "GPUModelRunner.add_requests",
+        Use.READ,
+        "to be sure that a preempted request comes back as a new one with all its tokens",
+        reads=("scheduled_new_reqs", "prefill_token_ids", "num_computed_tokens"),
+    ),
+    Hook(
+        _RUNNER_V2,
+        "GPUModelRunner.prepare_inputs",
+        Use.REPLACED,
+        "to see the rows of the target forward",
+        reads=("InputBatch", "num_draft_tokens_per_req", "query_start_loc_np", "combine_sampled_and_draft_tokens"),
+    ),
+    Hook(
+        _RUNNER_V2,
+        "GPUModelRunner.sample",
+        Use.REPLACED,
+        "to see what is emitted, and the target's logits on their way there",
+        reads=("sampler", "rejection_sampler", "num_sampled", "num_rejected"),
+    ),
+    Hook(
+        _RUNNER_V2,
+        "GPUModelRunner.sample_tokens",
+        Use.REPLACED,
+        "to compare when a step is over, and to see the drafts that the runner keeps",
+        reads=("sample", "speculator", "propose", "req_states", "draft_tokens"),
+    ),
+    Hook(
+        "vllm.v1.worker.gpu.sample.sampler",
+        "Sampler.sample",
+        Use.REPLACED,
+        "to see the target's logits of a step without proposals, processed",
+        reads=("apply_sampling_params", "_sample_random"),
+    ),
+    Hook(
+        "vllm.v1.worker.gpu.spec_decode.rejection_sampler",
+        "rejection_sample",
+        Use.REPLACED,
+        "to see the target's logits of a step with proposals, the proposals, and what q is made of",
+        parameters=(
+            "target_logits",
+            "draft_logits",
+            "draft_sampled",
+            "cu_num_logits",
+            "pos",
+            "idx_mapping",
+            "expanded_idx_mapping",
+            "expanded_local_pos",
+            "temperature",
+        ),
+    ),
+    Hook(
+        "vllm.v1.worker.gpu.spec_decode.rejection_sampler",
+        "RejectionSampler._verify",
+        Use.READ,
+        "to be sure that it takes that function by this name, after the sampling rules",
+        reads=("apply_sampling_params", "rejection_sample"),
+    ),
+    Hook(
+        _SPECULATOR,
+        "prepare_dflash_inputs",
+        Use.REPLACED,
+        "to see the drafter's context and block",
+        parameters=DRAFTER_ARGUMENTS,
+    ),
+    Hook(
+        _SPECULATOR,
+        "DFlashSpeculator.propose",
+        Use.READ,
+        "to be sure that it takes that function by this name",
+        reads=("prepare_dflash_inputs", "num_query_per_req", "max_model_len"),
+    ),
+)
 
 # Checked when the drafter's class is imported, in the process that builds the drafter.
 AT_LOADING = (

@@ -91,7 +91,7 @@ def prepare(vllm_config: Any) -> None:
     undo()
     v2 = bool(vllm_config.use_v2_model_runner)
     if os.environ.get(AUDIT, "").strip():
-        _audit(draft_architectures(vllm_config), v2=v2)
+        _audit(vllm_config, v2=v2)
     if not drafts_here(draft_architectures(vllm_config), v2=v2):
         return
     _sentences.extend(drift(AT_RUNNER_V2 if v2 else AT_RUNNER_V1))
@@ -106,14 +106,14 @@ def prepare(vllm_config: Any) -> None:
         logger.exception("dflash-plugins: the runner is left as it is")
 
 
-def _audit(architectures: frozenset[str], *, v2: bool) -> None:
+def _audit(vllm_config: Any, *, v2: bool) -> None:
     """Raises AuditRefused where the audit was asked for and cannot be had: the run does not go on without it."""
-    if not is_ours(architectures):
+    if not is_ours(draft_architectures(vllm_config)):
         logger.warning("dflash-plugins: %s is set, but this run drafts with none of ours: nothing to audit", AUDIT)
         return
     from vllm_ext import audit
 
-    audit.install(v2=v2)
+    audit.install(vllm_config, v2=v2)
 
 
 def undo_audit() -> list[str]:
