@@ -73,7 +73,7 @@ class DFlashPluginsDraftModel(DFlashQwen3ForCausalLM):
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         _refuse_drift()
-        draft_config = _read_config(vllm_config)
+        draft_config = served_config(vllm_config)
         self.model_cls = ConvolvedDraftModel if draft_config.conv else DraftModel
         super().__init__(vllm_config=vllm_config, prefix=prefix)
         self.draft_config = draft_config
@@ -248,8 +248,8 @@ def _speculation(vllm_config: VllmConfig) -> SpeculativeConfig:
     return speculation
 
 
-def _read_config(vllm_config: VllmConfig) -> DraftConfig:
-    """The drafter's own config, refused with every reason before weights load; warnings are logged."""
+def served_config(vllm_config: VllmConfig, *, warn: bool = True) -> DraftConfig:
+    """The drafter's own config, refused with every reason before weights load; warnings are logged, or left out."""
     draft = _speculation(vllm_config).draft_model_config
     reading = read_draft_config(_config_source(draft))
     directory = Path(draft.model)
@@ -267,11 +267,12 @@ def _read_config(vllm_config: VllmConfig) -> DraftConfig:
         # What is stored counts, not what the config says of it.
         dtype = stored.dtype if stored and stored.dtype else reading.config.dtype
         found += served_findings(reading.config, vllm_config, dtype)
-    _refuse(f"drafter {draft.model}", found)
+    _refuse(f"drafter {draft.model}", found if warn else list(errors(found)))
     return reading.require()
 
 
 def _config_source(draft: Any) -> Any:
+    """Where ``read_draft_config`` finds the drafter's config: its folder, or the document as the hub has it."""
     directory = Path(draft.model)
     if directory.is_dir():
         return directory
@@ -289,7 +290,19 @@ def served_findings(config: DraftConfig, vllm_config: VllmConfig, dtype: str | N
         *_loop_findings(config, _speculation(vllm_config).num_speculative_tokens),
         *_place_findings(config, vllm_config),
         *_runner_findings(config, vllm_config.use_v2_model_runner),
+        *(_v2_loop_findings(vllm_config) if config.loop and vllm_config.use_v2_model_runner else ()),
     ]
+
+
+def _v2_loop_findings(vllm_config: VllmConfig) -> list[Finding]:
+    """Settings of the V2 runner that its own speculators take and a loop does not."""
+    mend, found = "serve it without this setting", []
+    if _speculation(vllm_config).use_local_argmax_reduction:
+        message = "a further pass needs whole rows of logits, which this never makes"
+        found.append(_error("loop-option", "use_local_argmax_reduction", True, message, mend))
+    if getattr(vllm_config, "watermark_config", None) is not None:
+        found.append(_error("loop-option", "watermark_config", "set", "D-Loop drafts cannot be watermarked", mend))
+    return found
 
 
 def _loop_findings(config: DraftConfig, k: int) -> list[Finding]:
@@ -302,10 +315,11 @@ def _loop_findings(config: DraftConfig, k: int) -> list[Finding]:
 
 
 def _place_findings(config: DraftConfig, vllm_config: VllmConfig) -> list[Finding]:
-    """vLLM's convolution layer reads two keys in one place only."""
+    """vLLM's convolutions and its speculator read these keys in one place only."""
     nested = getattr(_speculation(vllm_config).draft_model_config.hf_config, "dflash_config", None) or {}
     wanted = {} if config.conv is None else {"conv_kernel_size": config.conv.kernel_size}
     wanted |= {} if config.conv is None else {"conv_group_size": config.conv.group_size}
+    wanted |= {} if config.selector is None else {"selector_top_k": config.selector.top_k}
     message, mend = "vLLM reads this key in dflash_config only", "write it there in the drafter's config.json"
     return [
         _error("place", f"dflash_config.{key}", nested.get(key), f"{message}; the drafter needs {value}", mend)

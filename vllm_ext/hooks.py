@@ -157,6 +157,8 @@ AT_RUNNER_V1 = (
     Hook("vllm.v1.sample.sampler", "_SAMPLING_EPS", Use.READ, "to call the same requests greedy as the engine"),
 )
 
+_SPECULATORS = "vllm.v1.worker.gpu.spec_decode"
+
 # Checked in a worker whose V2 runner is to draft D-Loop, before its runner is built.
 AT_RUNNER_V2 = (
     Hook(
@@ -167,6 +169,62 @@ AT_RUNNER_V2 = (
         parameters=("vllm_config", "device"),
     ),
     Hook("vllm.v1.worker.gpu.model_runner", "init_speculator", Use.REPLACED, "as the runner took it by name"),
+    Hook(
+        f"{_SPECULATORS}.dflash.speculator",
+        "DFlashSpeculator._generate_draft",
+        Use.OVERRIDDEN,
+        "to run further passes inside what a CUDA graph captures whole",
+        parameters=(
+            "self",
+            "num_reqs",
+            "num_tokens_padded",
+            "attn_metadata",
+            "slot_mappings",
+            "num_tokens_across_dp",
+            "cudagraph_runtime_mode",
+        ),
+        reads=(
+            "_run_model",
+            "sample_indices",
+            "sample_pos",
+            "sample_idx_mapping",
+            "sample_col",
+            "num_speculative_steps",
+            "draft_tokens",
+            "draft_logits",
+            "temperature",
+            "seeds",
+        ),
+    ),
+    Hook(
+        f"{_SPECULATORS}.dflash.speculator",
+        "DFlashSpeculator._run_model",
+        Use.CALLED,
+        "to run a pass over the ids in the input buffer",
+        reads=("input_buffers",),
+    ),
+    Hook(
+        f"{_SPECULATORS}.speculator",
+        "DraftModelSpeculator._maybe_predict_acceptance",
+        Use.CALLED,
+        "to feed the engine's estimate of acceptance",
+    ),
+    Hook(
+        f"{_SPECULATORS}.dflash2.speculator",
+        "CandidateSampler._cache_draft_logits",
+        Use.CALLED,
+        "to keep the realised rows of a walk where the engine keeps its own",
+        parameters=("self", "candidate_ids", "num_sample", "idx_mapping", "draft_logits"),
+        reads=("scores", "cached_candidate_ids"),
+    ),
+    Hook(
+        "vllm.v1.worker.gpu.sample.gumbel",
+        "gumbel_sample",
+        Use.CALLED,
+        "to draw with the engine's own noise",
+        parameters=("logits", "expanded_idx_mapping", "temperature", "seed", "pos", "apply_temperature"),
+        reads=("is_drafting", "logits_cache", "logits_cache_col", "use_fp64"),
+    ),
 )
 
 _RUNNER_V1 = "vllm.v1.worker.gpu_model_runner"

@@ -25,12 +25,9 @@ from vllm.v1.worker.gpu.sample.gumbel import gumbel_sample
 from vllm.v1.worker.gpu.spec_decode.dflash.speculator import DFlashSpeculator
 from vllm.v1.worker.gpu.spec_decode.dflash2.speculator import DFlash2Speculator
 
-from dflash_plugins.config import read_draft_config
-from dflash_plugins.errors import Refused
-from dflash_plugins.findings import Finding, Severity
 from dflash_plugins.methods.base import Drafted, choose_by_argmax, draft_in_passes
 from dflash_plugins.selector import Choice, SelectorTables
-from vllm_ext.dflash import DFlashPluginsDraftModel, _config_source
+from vllm_ext.dflash import DFlashPluginsDraftModel, served_config
 from vllm_ext.runner import DLOOP, draft_architectures
 
 InitSpeculator = Callable[..., Any]
@@ -49,25 +46,11 @@ def wrapped_init_speculator(shipped: InitSpeculator) -> InitSpeculator:
 
 def speculator_for(vllm_config: VllmConfig, device: torch.device) -> LoopSpeculator | None:
     """Our speculator where the drafter is a D-Loop drafter, else None. Raises Refused with every reason."""
-    speculation = vllm_config.speculative_config
-    if speculation is None or draft_architectures(vllm_config).isdisjoint(DLOOP):
+    if draft_architectures(vllm_config).isdisjoint(DLOOP):
         return None
-    config = read_draft_config(_config_source(speculation.draft_model_config)).require()
-    found = []
-    if speculation.use_local_argmax_reduction:
-        message = "a further pass needs whole rows of logits, which this never makes"
-        found.append(_option("use_local_argmax_reduction", True, message))
-    if getattr(vllm_config, "watermark_config", None) is not None:
-        found.append(_option("watermark_config", "set", "D-Loop drafts cannot be watermarked"))
-    if found:
-        raise Refused("D-Loop on vLLM's V2 runner", found)
+    config = served_config(vllm_config, warn=False)  # the drafter's class will warn
     kind = LoopSpeculator if config.selector is None else SelectorLoopSpeculator
     return kind(vllm_config, device)
-
-
-def _option(key: str, value: Any, message: str) -> Finding:
-    mend = "serve it without this setting"
-    return Finding(code="loop-option", severity=Severity.ERROR, key=key, value=value, message=message, mend=mend)
 
 
 @dataclass(frozen=True)

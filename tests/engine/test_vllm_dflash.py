@@ -279,7 +279,7 @@ def codes(module, raw, *, k=K, dtype="float32", v2=False, stored="bfloat16"):
 
     hf_config = SimpleNamespace(dflash_config=raw["dflash_config"])
     draft = SimpleNamespace(hf_config=hf_config)
-    speculation = SimpleNamespace(num_speculative_tokens=k, draft_model_config=draft)
+    speculation = SimpleNamespace(num_speculative_tokens=k, draft_model_config=draft, use_local_argmax_reduction=v2)
     model = SimpleNamespace(dtype=dtype)
     config = SimpleNamespace(speculative_config=speculation, model_config=model, use_v2_model_runner=v2)
     found = module.served_findings(read_draft_config(raw).require(), config, stored)
@@ -296,7 +296,10 @@ def test_what_is_said_of_serving_a_drafter(module, monkeypatch):
     mixed = tiny.raw_config(layer_types=["sliding_attention", "full_attention"], sliding_window=16)
     assert codes(module, mixed) == ["mixed-layers"]
     assert codes(module, mixed, v2=True) == []
-    assert codes(module, loop, v2=True) == ["runner-hooks"]
+    assert codes(module, loop, v2=True) == ["runner-hooks", "loop-option"]
+    moved = tiny.raw_config("dflash2", draft={"selector_top_k": None}, selector_top_k=4)
+    del moved["dflash_config"]["selector_top_k"]
+    assert codes(module, moved, v2=True) == ["place"]
     assert codes(module, tiny.raw_config("dflash2")) == ["runner-hooks"]
     assert codes(module, tiny.raw_config("dflash2"), v2=True) == []
     monkeypatch.setattr(module.runner, "in_force", lambda: True)
