@@ -391,7 +391,7 @@ def test_the_demo_shows_every_shipped_drafter(real_drafters, real_target, monkey
     monkeypatch.setattr("dflash_plugins.prove.resolve", lambda name: (real_drafters | {TARGET: real_target})[name])
     prompts = (Prompt(id="p", set="s", prompt="a prompt"),)
     report = demo.run("vllm", driver=FakeDriver(), prompts=prompts, tokens=4, alternations=2)
-    shown = [("plain", None), ("dflash", None), ("dflash2", None)]
+    shown = [("plain", None), ("dflash", None), ("dflash2", None), ("dloop", "refine")]
     assert [(run.method, run.mode) for run in report.runs] == shown
     assert all(run.k == 3 for run in report.runs[1:])
 

@@ -54,6 +54,7 @@ _TARGETS = (
 _DRAFTERS = (
     EmbeddedDrafter(name="smollm2-135m-dflash", method="dflash", target="smollm2-135m"),
     EmbeddedDrafter(name="smollm2-135m-dflash2", method="dflash2", target="smollm2-135m", base="smollm2-135m-dflash"),
+    EmbeddedDrafter(name="smollm2-135m-dloop", method="dloop", target="smollm2-135m", base="smollm2-135m-dflash"),
 )
 
 TARGETS: Mapping[str, EmbeddedTarget] = {target.name: target for target in _TARGETS}
