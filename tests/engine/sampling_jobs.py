@@ -32,7 +32,7 @@ def sampled(target, drafter, prompt, rules, samples, out):
 
 
 def draw(llm, prompt, rules, samples):
-    """Texts by rule, and how many tokens a round emitted. A batch holds several rules; every sample has its own seed."""
+    """Texts by rule, and how many tokens a round emitted. Rules stand mixed in a batch, every sample has its seed."""
     asked = [(name, first) for name in rules for first in range(0, samples, TOGETHER)]
     random.Random(1).shuffle(asked)
     before, texts = counts(llm), {name: [] for name in rules}

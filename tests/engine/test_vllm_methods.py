@@ -11,6 +11,8 @@ import trained
 from safetensors.torch import load_file
 
 from dflash_plugins.identity import judge, numerical_bound
+from vllm_ext import audit
+from vllm_ext.runner import AUDIT
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
@@ -60,17 +62,19 @@ def plain(run_job):
 
 
 @pytest.fixture(scope="module")
-def serve(run_job, plain):
-    """``serve(method)``: what its one engine answered, started at the first call."""
+def serve(run_job, plain, tmp_path_factory):
+    """``serve(method)``: what its one audited engine answered, started at the first call."""
+    audits = tmp_path_factory.mktemp("audits")
 
     @cache
     def of(method):
         target, drafter = trained.pair(method)
+        file = audits / f"{method}.jsonl"
         got = run_job(
-            "served", script="method_jobs.py", target=target, drafter=drafter, requests=plain["requests"],
-            cut=plain["cut"], sampled=sampled_requests(), vocab=trained.VOCAB,
+            "served", script="method_jobs.py", environment={AUDIT: str(file)}, target=target, drafter=drafter,
+            requests=plain["requests"], cut=plain["cut"], sampled=sampled_requests(), vocab=trained.VOCAB,
         )  # fmt: skip
-        return got | {"method": method, "reference": Reference(target, drafter)}
+        return got | {"method": method, "reference": Reference(target, drafter), "audit": audit.read(file)}
 
     return of
 
@@ -119,6 +123,15 @@ def test_the_prefix_cache_is_hit_and_nothing_is_left_behind(served):
     assert served["hits"] >= 32 * sum(max((length - 1) // 32 - 1, 0) for length in prompts) >= 32 * 13
     before, after = served["blocks"]
     assert after == before
+
+
+def test_the_audit_finds_nothing(served):
+    counts, mismatches = served["audit"]
+    assert mismatches == []
+    assert counts.unaudited == 0
+    assert min(counts.verified, counts.chunks, counts.accepted) > 0
+    # The engine has not room for all proposals of 24 requests in one step, and verifies some of them in part.
+    assert counts.proposed < K * counts.verified
 
 
 class Reference:
@@ -244,16 +257,17 @@ def test_the_loop_gains(serve):
 
 
 @pytest.fixture(scope="module")
-def fewer(run_job, plain):
-    """F07: K = 3 out of a block trained for 7, one engine per method that loops."""
-    out = {}
+def fewer(run_job, plain, tmp_path_factory):
+    """K = 3 out of a block trained for 7, one engine per method that loops."""
+    out, audits = {}, tmp_path_factory.mktemp("audits")
     for method in ("dloop", "dloop-selector"):
         target, drafter = trained.pair(method)
+        file = audits / f"{method}.jsonl"
         got = run_job(
-            "fewer", script="method_jobs.py", target=target, drafter=drafter, requests=plain["requests"], k=FEWER,
-            vocab=trained.VOCAB,
+            "fewer", script="method_jobs.py", environment={AUDIT: str(file)}, target=target, drafter=drafter,
+            requests=plain["requests"], k=FEWER, vocab=trained.VOCAB,
         )  # fmt: skip
-        out[method] = got | {"reference": Reference(target, drafter)}
+        out[method] = got | {"reference": Reference(target, drafter), "audit": audit.read(file)}
     return out
 
 
@@ -262,6 +276,7 @@ def test_fewer_proposals_than_trained_for(fewer, plain, method):
     """F07: the prefix of 3 cannot be served with K = 3; that is said once, and the drafts are those of K = 3."""
     got = fewer[method]
     assert ties(plain["texts"], got["texts"]) <= 1
+    assert got["audit"][1] == []
     found = own_rounds(plain["requests"], got["texts"], got["rounds"])
     assert check_against_the_core(got["reference"], found, FEWER) >= 100
     lines = got["log"].splitlines()
