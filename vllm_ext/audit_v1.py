@@ -125,7 +125,8 @@ def _chances(
     return of_drafts.tolist(), p_emitted.tolist(), q_emitted.tolist()
 
 
-_watches = Watches(WatchV1)
+# Only the last rank of a pipeline drafts.
+_watches = Watches(lambda runner: WatchV1(runner) if hasattr(runner, "drafter") else None)
 
 
 def wrap(patches: Patches) -> None:

@@ -161,7 +161,8 @@ def _chances(
     return of_next.tolist(), list(zip(p_emitted.tolist(), q_emitted.tolist(), strict=True))
 
 
-_watches = Watches(WatchV2)
+# Only the last rank of a pipeline drafts.
+_watches = Watches(lambda runner: None if runner.speculator is None else WatchV2(runner))
 
 
 def wrap(patches: Patches) -> None:

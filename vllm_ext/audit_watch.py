@@ -192,7 +192,7 @@ def file_suffix(config: Any) -> str:
 class Watches:
     """The watch of each runner of this process that drafts with one of ours, and the one that is sampling now."""
 
-    def __init__(self, make: Callable[[Any], Watch]) -> None:
+    def __init__(self, make: Callable[[Any], Watch | None]) -> None:
         self._make = make
         self._of: WeakKeyDictionary[Any, Watch | None] = WeakKeyDictionary()
         self.running: Any = None

@@ -159,17 +159,15 @@ class Faults:
         DFlashProposer.prepare_next_token_ids_padded = prepare_next_token_ids_padded
 
 
-def planted(target, drafter, prompts, vocab, out):
+def planted(target, drafter, prompts, vocab, out, faults=Faults, **sizes):
     """One wave of greedy requests after the other, on an engine that does one thing wrong now and then."""
-    faults, file, result = Faults(), audit.requested(), {}
-    llm = build(target, drafter, max_num_seqs=8, max_model_len=160)
-    for faults.name in (None, *Faults.NAMES):
-        faults.steps = 0
-        written = len(audit.read(file)[1]) if faults.name else 0
+    planting, file, result = faults(), audit.requested(), {}
+    llm = build(target, drafter, **({"max_num_seqs": 8, "max_model_len": 160} | sizes))
+    for planting.name in (None, *Faults.NAMES):
+        planting.steps = 0
+        written = len(audit.read(file)[1]) if planting.name else 0
         generate(llm, [request | {"max_tokens": 24} for request in requests_of(prompts)])
-        counts, lines = audit.read(file)
-        lines, planted_here = lines[written:], faults.steps // 5
-        result[faults.name or "none"] = {"planted": planted_here, "lines": lines, "counts": counts.mismatches}
+        result[planting.name or "none"] = {"planted": planting.steps // 5, "lines": audit.read(file)[1][written:]}
     Path(out).write_text(json.dumps(result))
 
 
