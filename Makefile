@@ -9,7 +9,7 @@ demo:
 test: export OMP_NUM_THREADS = 1
 test: lint
 	ci/in-env core -- python -m pytest -m "not engine and not slow"
-	ci/in-env vllm -- python -m pytest -m engine tests/engine
+	ci/in-env vllm -- python -m pytest -m "engine and not heavy" tests/engine
 
 lint:
 	ci/in-env core -- ruff check .

@@ -9,7 +9,7 @@ import trained
 
 from vllm_ext import audit, runner
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow]
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.heavy]
 
 # K, K + 1, K + 2 and others; one that comes in chunks, and one token, which the engine verifies with placeholders.
 LENGTHS = (7, 8, 9, 16, 3, 1, 70, 40)

@@ -8,7 +8,7 @@ from contextlib import ExitStack
 import pytest
 import trained
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow]
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.heavy]
 
 K = trained.BLOCK - 1
 EAGER = ("--enforce-eager",)

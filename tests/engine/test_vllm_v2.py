@@ -14,7 +14,7 @@ import pytest
 import tiny
 import torch
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow]
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.heavy]
 
 K, VOCAB, MASK = tiny.BLOCK - 1, 96, 95
 PREFIXES = {"dflash": (), "dflash2": (), "dloop": (1, 3), "dloop-selector": (1, 3), "dloop-cut": (1, 3)}
