@@ -7,9 +7,10 @@ from pathlib import Path
 from engine_jobs import Drafts, build, free_blocks, metric
 from vllm import SamplingParams
 
-# More rows than one step has room for, so that prompts come in chunks and running requests wait or verify a part.
+# Less room in a step than the requests want, so that prompts come in chunks and running requests wait. One takes
+# K + 1 rows and K more for drafting: 8 of them leave 12, in which one more has only some of its proposals verified.
 SIZES = {
-    "max_num_seqs": 24, "max_model_len": 256, "max_num_batched_tokens": 128, "block_size": 32,
+    "max_num_seqs": 24, "max_model_len": 256, "max_num_batched_tokens": 132, "block_size": 32,
     "logprobs_mode": "raw_logits",
 }  # fmt: skip
 STEPS = 2000
