@@ -29,6 +29,7 @@ from dflash_plugins.findings import Finding, Severity, errors
 from dflash_plugins.pair import k_findings, pair_findings, served_prefix_lengths, serving_dtype_findings
 from dflash_plugins.selector import candidates
 from vllm_ext import cpu_mends, runner
+from vllm_ext.features import feature_findings
 from vllm_ext.hooks import AT_LOADING, drift
 from vllm_ext.plugin import DISABLE, read_switches
 
@@ -290,6 +291,7 @@ def served_findings(config: DraftConfig, vllm_config: VllmConfig, dtype: str | N
         *_loop_findings(config, _speculation(vllm_config).num_speculative_tokens),
         *_place_findings(config, vllm_config),
         *_runner_findings(config, vllm_config.use_v2_model_runner),
+        *feature_findings(vllm_config),
         *(_v2_loop_findings(vllm_config) if config.loop and vllm_config.use_v2_model_runner else ()),
     ]
 

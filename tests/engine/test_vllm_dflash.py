@@ -273,15 +273,21 @@ def module():
     return dflash
 
 
-def codes(module, raw, *, k=K, dtype="float32", v2=False, stored="bfloat16"):
+def codes(module, raw, *, k=K, dtype="float32", v2=False, pp=1, stored="bfloat16"):
     """Codes of what is found about serving a drafter of this description."""
     from dflash_plugins.config import read_draft_config
 
     hf_config = SimpleNamespace(dflash_config=raw["dflash_config"])
     draft = SimpleNamespace(hf_config=hf_config)
     speculation = SimpleNamespace(num_speculative_tokens=k, draft_model_config=draft, use_local_argmax_reduction=v2)
-    model = SimpleNamespace(dtype=dtype)
-    config = SimpleNamespace(speculative_config=speculation, model_config=model, use_v2_model_runner=v2)
+    config = SimpleNamespace(
+        speculative_config=speculation,
+        model_config=SimpleNamespace(dtype=dtype, is_multimodal_model=False),
+        use_v2_model_runner=v2,
+        parallel_config=SimpleNamespace(pipeline_parallel_size=pp, data_parallel_size=1),
+        lora_config=None,
+        kv_transfer_config=None,
+    )
     found = module.served_findings(read_draft_config(raw).require(), config, stored)
     return [finding.code for finding in found if finding.severity != "info"]
 
@@ -293,6 +299,7 @@ def test_what_is_said_of_serving_a_drafter(module, monkeypatch):
     assert codes(module, plain) == []
     assert codes(module, plain, dtype="float16") == ["dtype-range"]
     assert codes(module, plain, k=9) == ["k-beyond-block"]
+    assert codes(module, plain, pp=2, dtype="float16") == ["dtype-range", "pipeline-parallel"]
     mixed = tiny.raw_config(layer_types=["sliding_attention", "full_attention"], sliding_window=16)
     assert codes(module, mixed) == ["mixed-layers"]
     assert codes(module, mixed, v2=True) == []
