@@ -9,7 +9,7 @@ import torch
 import trained
 from safetensors.torch import load_file, save_file
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.heavy]
 
 METHODS = ("dflash", "dflash2", "dloop-selector")
 TWO_RANKS = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}
