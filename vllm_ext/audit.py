@@ -402,7 +402,8 @@ def read(path: Path) -> tuple[Counts, list[dict[str, Any]]]:
     Raises BadInput where there is none, or where an audit could not be installed.
     """
     total, lines = Counts(), []
-    files = sorted([*path.parent.glob(path.name), *path.parent.glob(f"{path.name}.*")])
+    beside = path.parent.iterdir() if path.parent.is_dir() else ()
+    files = sorted(file for file in beside if file.name == path.name or file.name.startswith(f"{path.name}."))
     if not files:
         raise BadInput(f"no audit has been written to {path}")
     for line in (json.loads(text) for file in files for text in file.read_text(encoding="utf-8").splitlines()):
