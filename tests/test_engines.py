@@ -70,12 +70,13 @@ def test_f06_units() -> None:
     assert engine_facts("sglang").tokens(7) == 8
 
 
-def test_the_two_cpu_bugs() -> None:
+def test_the_three_cpu_bugs() -> None:
     bugs = known_bugs("vllm", "cpu", "0.31.0")
-    assert [b.id for b in bugs] == ["vllm-cpu-context-k-norm", "vllm-cpu-expand-kernel"]
+    assert [b.id for b in bugs] == ["vllm-cpu-context-k-norm", "vllm-cpu-expand-kernel", "vllm-cpu-rejection-kernel"]
     assert [b.switch for b in bugs] == [
         "DFLASH_PLUGINS_NO_MEND_CONTEXT_K_NORM",
         "DFLASH_PLUGINS_NO_MEND_EXPAND_KERNEL",
+        "DFLASH_PLUGINS_NO_MEND_REJECTION_KERNEL",
     ]
     assert known_bugs("vllm", "cuda") == ()
     assert known_bugs("sglang", "cpu") == ()
@@ -93,6 +94,7 @@ def test_bugs_are_named_where_they_show() -> None:
     assert found("vllm", read, platform="cpu", version="0.31.0") == [
         ("vllm-cpu-context-k-norm", "info"),
         ("vllm-cpu-expand-kernel", "info"),
+        ("vllm-cpu-rejection-kernel", "info"),
     ]
 
 

@@ -1,17 +1,20 @@
-"""The two silent bugs of vLLM's CPU backend, each with a probe of its behaviour and a mend.
+"""The three silent bugs of vLLM's CPU backend, each with a probe of its behaviour and a mend.
 
 A. ``DFlashQwen3Model._normalize_context_k`` hands the weights of all layers to a kernel that reads the first layer's
    only. Context keys of layers >= 1 are wrong: the text stays right, far fewer proposals are accepted.
 B. ``_expand_kernel_impl`` writes into an int64 copy of a float32 or int32 output. Temperature, top-k and top-p of the
    verify rows stay uninitialised memory: sampling with any speculative method is not lossless.
+C. ``_rejection_random_sample_kernel_impl`` takes -1, with which the scheduler fills a step up, for a proposal: its
+   chance is read from the memory before the row, and -1 is emitted where that happens to be large.
 
-A later release may have mended either, so nothing is decided by version. Probes need the compiled kernels, which are
-not loaded when plugins register; they run when a drafter is built or a kernel is first launched.
+A later release may have mended any of them, so nothing is decided by version. Probes need the compiled kernels, which
+are not loaded when plugins register; they run when a drafter is built or a kernel is first launched.
 """
 
 from __future__ import annotations
 
 import functools
+import inspect
 import logging
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -21,13 +24,13 @@ import torch
 
 logger = logging.getLogger("vllm.dflash_plugins")
 
-ExpandKernel = Callable[..., None]
+Kernel = Callable[..., None]
 
 # No sampling parameter is ever negative, so what still holds this has not been written.
 _SENTINEL = -7.0
 
 
-def expand_kernel_is_right(kernel: ExpandKernel) -> bool:
+def expand_kernel_is_right(kernel: Kernel) -> bool:
     """Whether ``kernel`` spreads [2.5, 0] over 2 and 1 rows, 0 replaced by 1, in a float32 output of 3 rows."""
     output = torch.full((3,), _SENTINEL)
     kernel(output, torch.tensor([2.5, 0.0]), torch.tensor([2, 3], dtype=torch.int32), 0, 1, 128)
@@ -53,39 +56,72 @@ def expand_kernel(
     output[: rows.numel()] = rows
 
 
+def rejection_kernel_is_right(kernel: Kernel) -> bool:
+    """Whether ``kernel`` rejects a -1 in the second row, before which the first row ends with a large chance."""
+    emitted = torch.full((1, 3), -1, dtype=torch.int32)
+    ends, drafts = torch.tensor([2], dtype=torch.int32), torch.tensor([0, -1], dtype=torch.int32)
+    p = torch.tensor([[0.9, 0.0, 0.9], [0.1, 0.2, 0.7]])
+    instead, uniforms = torch.tensor([1, 1], dtype=torch.int32), torch.tensor([0.5, 0.5], dtype=torch.float64)
+    bonus, greedy = torch.tensor([[2]]), torch.tensor([False])
+    kernel(emitted, ends, drafts, None, p, bonus, instead, uniforms, greedy, 2, 3, NO_DRAFT_PROBS=True)
+    return emitted.tolist() == [[0, 1, -1]]
+
+
+def rejecting_padding(shipped: Kernel) -> Kernel:
+    """``shipped`` with every -1 among the proposals made a token that is never accepted."""
+
+    signature = inspect.signature(shipped)
+
+    def kernel(*args: Any, **kwargs: Any) -> None:
+        given = signature.bind(*args, **kwargs)
+        drafts, uniforms = given.arguments["draft_token_ids"], given.arguments["uniform_probs"]
+        # Accepted is what has p / q >= uniform; no quotient of finite numbers reaches infinity.
+        given.arguments["uniform_probs"] = uniforms.masked_fill(drafts < 0, torch.inf)
+        given.arguments["draft_token_ids"] = drafts.clamp(min=0)
+        shipped(*given.args, **given.kwargs)
+
+    return kernel
+
+
 class _Mended:
-    """The engine's kernel until it has been probed, then whichever of the two is right."""
+    """The engine's kernel until it has been probed, then ``shipped`` or ``ours``, whichever is right."""
 
-    def __init__(self, shipped: ExpandKernel) -> None:
-        self.shipped = shipped
-        self.chosen: ExpandKernel | None = None
+    def __init__(self, shipped: Kernel, ours: Kernel, is_right: Callable[[Kernel], bool], wrong: str) -> None:
+        self.shipped, self.ours, self.is_right, self.wrong = shipped, ours, is_right, wrong
+        self.chosen: Kernel | None = None
 
-    def decide(self) -> ExpandKernel:
+    def decide(self) -> Kernel:
         if self.chosen is None:
-            right = expand_kernel_is_right(self.shipped)
-            self.chosen = self.shipped if right else expand_kernel
+            right = self.is_right(self.shipped)
+            self.chosen = self.shipped if right else self.ours
             if not right:
-                logger.warning(
-                    "dflash-plugins: vLLM's expand kernel leaves temperature, top-k and top-p of verify rows unwritten "
-                    "on this CPU; replaced for every speculative method"
-                )
+                logger.warning("dflash-plugins: %s; replaced for every speculative method", self.wrong)
         return self.chosen
 
 
-def mended_expand_kernel(shipped: ExpandKernel) -> ExpandKernel:
+def mended_expand_kernel(shipped: Kernel) -> Kernel:
     """A stand-in for ``shipped`` with its signature, which probes it once, at the first call."""
-    state = _Mended(shipped)
+    wrong = "vLLM's expand kernel leaves temperature, top-k and top-p of verify rows unwritten on this CPU"
+    return _stand_in(_Mended(shipped, expand_kernel, expand_kernel_is_right, wrong))
 
-    @functools.wraps(shipped)
+
+def mended_rejection_kernel(shipped: Kernel) -> Kernel:
+    """A stand-in for ``shipped`` with its signature, which probes it once, at the first call."""
+    wrong = "vLLM's rejection kernel may accept the -1 that fills a step up on this CPU"
+    return _stand_in(_Mended(shipped, rejecting_padding(shipped), rejection_kernel_is_right, wrong))
+
+
+def _stand_in(state: _Mended) -> Kernel:
+    @functools.wraps(state.shipped)
     def stand_in(*args: Any, **kwargs: Any) -> None:
         state.decide()(*args, **kwargs)
 
     stand_in.dflash_plugins_state = state  # type: ignore[attr-defined]
-    return cast(ExpandKernel, stand_in)
+    return cast(Kernel, stand_in)
 
 
-def expand_kernel_fact(current: ExpandKernel) -> str:
-    """What is known of the expand kernel in use: ``mended``, ``right as shipped``, or ``off`` where it is not ours."""
+def kernel_fact(current: Kernel) -> str:
+    """What is known of a kernel in use: ``mended``, ``right as shipped``, or ``off`` where it is not ours."""
     state: _Mended | None = getattr(current, "dflash_plugins_state", None)
     if state is None:
         return "off"

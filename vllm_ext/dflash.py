@@ -186,11 +186,13 @@ class DFlashPluginsDraftModel(DFlashQwen3ForCausalLM):
 
         config = self.draft_config
         causal = "causal" if all(config.causal) else "mixed" if any(config.causal) else "bidirectional"
-        expand_kernel = cpu_mends.expand_kernel_fact(cpu_triton_utils._expand_kernel_impl)
+        expand_kernel = cpu_mends.kernel_fact(cpu_triton_utils._expand_kernel_impl)
+        rejection_kernel = cpu_mends.kernel_fact(cpu_triton_utils._rejection_random_sample_kernel_impl)
         return (
             f"method {config.method}, mode {self.mode()}, K {self.num_proposals} (trained for {config.k}), "
             f"{config.num_layers} {causal} layers on target layers {list(config.target_layer_ids)}; "
-            f"mends: context_k_norm {self.context_k_norm}, expand_kernel {expand_kernel}"
+            f"mends: context_k_norm {self.context_k_norm}, expand_kernel {expand_kernel}, "
+            f"rejection_kernel {rejection_kernel}"
         )
 
 

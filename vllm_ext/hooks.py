@@ -101,6 +101,31 @@ EXPAND_KERNEL_TAKEN = Hook(
     reads=("_expand_kernel_impl",),
 )
 
+REJECTION_KERNEL = Hook(
+    "vllm.utils.cpu_triton_utils",
+    "_rejection_random_sample_kernel_impl",
+    Use.REPLACED,
+    "to reject what only fills a step up",
+    parameters=(
+        "output_token_ids",
+        "cu_num_draft_tokens",
+        "draft_token_ids",
+        "draft_probs",
+        "target_probs",
+        "bonus_token_ids",
+        "recovered_token_ids",
+        "uniform_probs",
+    ),
+)
+
+REJECTION_KERNEL_TAKEN = Hook(
+    "vllm.platforms.cpu",
+    "CpuPlatform.register_triton_kernel_overrides",
+    Use.READ,
+    "to be sure that the engine takes the function by this name after plugins have loaded",
+    reads=("_rejection_random_sample_kernel_impl",),
+)
+
 _PROPOSER = "vllm.v1.spec_decode.dflash"
 
 # Checked in a worker whose V1 runner is to draft DFlash 2 or D-Loop, before its runner is built.

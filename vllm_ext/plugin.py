@@ -2,8 +2,8 @@
 
 vLLM calls ``register`` in every process and lets its exceptions kill the server. Everywhere: the architecture of D-Loop
 is added (by name, imported when a drafter is built), and two methods of the config are wrapped (see ``runner``). On
-CPU platforms also: our class behind the architectures that vLLM serves itself, and the broken kernel stand-in, by a
-function that probes the engine's own at the first call. Everything else is as shipped.
+CPU platforms also: our class behind the architectures that vLLM serves itself, and two broken kernel stand-ins, by
+functions that probe the engine's own at the first call. Everything else is as shipped.
 """
 
 from __future__ import annotations
@@ -15,7 +15,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from vllm_ext import runner
-from vllm_ext.hooks import AT_REGISTRATION, EXPAND_KERNEL, EXPAND_KERNEL_TAKEN, WORKER_BASE, Hook, Patches, drift
+from vllm_ext.hooks import (
+    AT_REGISTRATION,
+    EXPAND_KERNEL,
+    EXPAND_KERNEL_TAKEN,
+    REJECTION_KERNEL,
+    REJECTION_KERNEL_TAKEN,
+    WORKER_BASE,
+    Hook,
+    Patches,
+    drift,
+)
 
 # A child of vLLM's own logger, so that lines reach whatever handler and level the server was given.
 logger = logging.getLogger("vllm.dflash_plugins")
@@ -23,6 +33,7 @@ logger = logging.getLogger("vllm.dflash_plugins")
 DISABLE = "DFLASH_PLUGINS_DISABLE"
 NO_CONTEXT_K_NORM = "DFLASH_PLUGINS_NO_MEND_CONTEXT_K_NORM"
 NO_EXPAND_KERNEL = "DFLASH_PLUGINS_NO_MEND_EXPAND_KERNEL"
+NO_REJECTION_KERNEL = "DFLASH_PLUGINS_NO_MEND_REJECTION_KERNEL"
 
 _TRUE = {"1", "true", "yes", "on"}
 _FALSE = {"", "0", "false", "no", "off"}
@@ -37,20 +48,21 @@ class Switches:
     disable: bool = False
     no_context_k_norm: bool = False
     no_expand_kernel: bool = False
+    no_rejection_kernel: bool = False
 
 
 def read_switches(environment: Mapping[str, str]) -> Switches:
     """Switches of an environment; ValueError naming every variable whose value is neither true nor false."""
     values: dict[str, bool] = {}
     wrong: list[str] = []
-    for name in (DISABLE, NO_CONTEXT_K_NORM, NO_EXPAND_KERNEL):
+    for name in (DISABLE, NO_CONTEXT_K_NORM, NO_EXPAND_KERNEL, NO_REJECTION_KERNEL):
         text = environment.get(name, "").strip().lower()
         if text not in _TRUE | _FALSE:
             wrong.append(f"{name}={environment[name]!r}")
         values[name] = text in _TRUE
     if wrong:
         raise ValueError(f"{', '.join(wrong)}: neither true nor false; use 1 or 0")
-    return Switches(values[DISABLE], values[NO_CONTEXT_K_NORM], values[NO_EXPAND_KERNEL])
+    return Switches(*values.values())
 
 
 def register() -> None:
@@ -104,6 +116,10 @@ def _register_on(switches: Switches) -> None:
         logger.warning("dflash-plugins: the mend of the expand kernel is off (%s)", NO_EXPAND_KERNEL)
     else:
         _register_expand_kernel()
+    if switches.no_rejection_kernel:
+        logger.warning("dflash-plugins: the mend of the rejection kernel is off (%s)", NO_REJECTION_KERNEL)
+    else:
+        _register_rejection_kernel()
 
 
 def _register_loop() -> None:
@@ -150,3 +166,16 @@ def _register_expand_kernel() -> None:
 
     stand_in = mended_expand_kernel(cpu_triton_utils._expand_kernel_impl)
     _patches.attribute(cpu_triton_utils, "_expand_kernel_impl", stand_in)
+
+
+def _register_rejection_kernel() -> None:
+    sentences = drift((REJECTION_KERNEL, REJECTION_KERNEL_TAKEN))
+    if sentences:
+        logger.error("dflash-plugins: the rejection kernel is not mended, vLLM has changed: %s", "; ".join(sentences))
+        return
+    from vllm.utils import cpu_triton_utils
+
+    from vllm_ext.cpu_mends import mended_rejection_kernel
+
+    stand_in = mended_rejection_kernel(cpu_triton_utils._rejection_random_sample_kernel_impl)
+    _patches.attribute(cpu_triton_utils, "_rejection_random_sample_kernel_impl", stand_in)

@@ -154,7 +154,8 @@ def test_one_line_says_what_is_served(identity):
     for fact in ("mode one pass", "K 7 (trained for 7)", "bidirectional", "[0, 2]", "context_k_norm mended"):
         assert fact in line
     assert "expand_kernel mended" in line
-    assert identity["log"].count("replaced for every speculative method") == 1
+    assert "rejection_kernel mended" in line
+    assert identity["log"].count("replaced for every speculative method") == 2
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""The two CPU bugs of vLLM, shown by small numbers, and their mends against values written by hand."""
+"""The three CPU bugs of vLLM, shown by small numbers, and their mends against values written by hand."""
 
 from types import SimpleNamespace
 
@@ -49,7 +49,7 @@ def test_stand_in_replaces_a_wrong_kernel_and_says_so_once(caplog):
     stand_in = cpu_mends.mended_expand_kernel(lambda *rest: None)
     for _ in range(2):
         assert expand_into(stand_in, [0.5], [2]) == [0.5, 0.5, SENTINEL]
-    assert cpu_mends.expand_kernel_fact(stand_in) == "mended"
+    assert cpu_mends.kernel_fact(stand_in) == "mended"
     assert len(caplog.records) == 1
 
 
@@ -62,13 +62,55 @@ def test_stand_in_keeps_a_right_kernel_and_says_nothing(caplog):
 
     stand_in = cpu_mends.mended_expand_kernel(right)
     assert expand_into(stand_in, [0.5], [1]) == [0.5, SENTINEL]
-    assert cpu_mends.expand_kernel_fact(stand_in) == "right as shipped"
+    assert cpu_mends.kernel_fact(stand_in) == "right as shipped"
     assert len(calls) == 2
     assert not caplog.records
 
 
 def test_a_kernel_that_is_not_ours_is_called_off():
-    assert cpu_mends.expand_kernel_fact(cpu_mends.expand_kernel) == "off"
+    assert cpu_mends.kernel_fact(cpu_mends.expand_kernel) == "off"
+
+
+def reads_before_the_row(
+    output_token_ids, cu_num_draft_tokens, draft_token_ids, draft_probs, target_probs, bonus_token_ids,
+    recovered_token_ids, uniform_probs, *rest, **named,
+):  # fmt: skip
+    """One request by plain loops; an index of -1 is read, as in C, from what lies before the row."""
+    flat, width = target_probs.flatten().tolist(), target_probs.shape[1]
+    for slot, draft in enumerate(draft_token_ids.tolist()):
+        accepted = flat[slot * width + draft] >= uniform_probs[slot].item()
+        output_token_ids[0, slot] = draft if accepted else recovered_token_ids[slot]
+        if not accepted:
+            return
+    output_token_ids[0, len(draft_token_ids)] = bonus_token_ids[0, 0]
+
+
+def test_padding_is_never_accepted_and_proposals_are_as_before(caplog):
+    stand_in = cpu_mends.mended_rejection_kernel(reads_before_the_row)
+    p = torch.tensor([[0.9, 0.0, 0.9], [0.9, 0.2, 0.7]])
+    for drafts, right in (([0, -1], [0, 1, -1]), ([-1, 0], [1, -1, -1]), ([0, 2], [0, 2, 2]), ([0, 1], [0, 1, -1])):
+        emitted = torch.full((1, 3), -1, dtype=torch.int32)
+        uniforms = torch.tensor([0.5, 0.5], dtype=torch.float64)
+        stand_in(
+            emitted, torch.tensor([2]), torch.tensor(drafts), None, p, torch.tensor([[2]]), torch.tensor([1, 1]),
+            uniforms, torch.tensor([False]), 2, 3, NO_DRAFT_PROBS=True,
+        )  # fmt: skip
+        assert emitted.tolist() == [right]
+        assert uniforms.tolist() == [0.5, 0.5]
+    assert cpu_mends.kernel_fact(stand_in) == "mended"
+    assert len(caplog.records) == 1
+
+
+@pytest.mark.engine
+def test_the_engines_rejection_kernel_needs_its_mend():
+    """Fails when a release mends bug C: then the mend can go."""
+    pytest.importorskip("vllm")
+    from vllm.platforms import current_platform
+    from vllm.utils.cpu_triton_utils import _rejection_random_sample_kernel_impl as shipped
+
+    current_platform.import_kernels()
+    assert not cpu_mends.rejection_kernel_is_right(shipped)
+    assert cpu_mends.rejection_kernel_is_right(cpu_mends.rejecting_padding(shipped))
 
 
 def rms_norm(row, weight, eps):

@@ -28,6 +28,13 @@ def _expand_kernel_impl(output, input_val, cu_num_tokens, replace_from, replace_
     raise AssertionError("must not be called at registration")
 
 
+def _rejection_random_sample_kernel_impl(
+    output_token_ids, cu_num_draft_tokens, draft_token_ids, draft_probs, target_probs, bonus_token_ids,
+    recovered_token_ids, uniform_probs,
+):  # fmt: skip
+    raise AssertionError("must not be called at registration")
+
+
 class VllmConfig:
     """A config of a run with method dflash and one drafter architecture."""
 
@@ -54,7 +61,8 @@ SHIPPED = {name: value for name, value in vars(VllmConfig).items() if callable(v
 class CpuPlatform:
     @classmethod
     def register_triton_kernel_overrides(cls):
-        return sys.modules["vllm.utils.cpu_triton_utils"]._expand_kernel_impl
+        kernels = sys.modules["vllm.utils.cpu_triton_utils"]
+        return kernels._expand_kernel_impl, kernels._rejection_random_sample_kernel_impl
 
 
 @pytest.fixture
@@ -69,7 +77,10 @@ def engine(monkeypatch):
         "vllm.model_executor.models": {},
         "vllm.model_executor.models.registry": {"ModelRegistry": Registry()},
         "vllm.utils": {},
-        "vllm.utils.cpu_triton_utils": {"_expand_kernel_impl": _expand_kernel_impl},
+        "vllm.utils.cpu_triton_utils": {
+            "_expand_kernel_impl": _expand_kernel_impl,
+            "_rejection_random_sample_kernel_impl": _rejection_random_sample_kernel_impl,
+        },
     }
     modules = {}
     for name, names in parts.items():
@@ -79,7 +90,7 @@ def engine(monkeypatch):
         if parent:
             setattr(modules[parent], child, modules[name])
         monkeypatch.setitem(sys.modules, name, modules[name])
-    for variable in (plugin.DISABLE, plugin.NO_CONTEXT_K_NORM, plugin.NO_EXPAND_KERNEL):
+    for variable in (plugin.DISABLE, plugin.NO_CONTEXT_K_NORM, plugin.NO_EXPAND_KERNEL, plugin.NO_REJECTION_KERNEL):
         monkeypatch.delenv(variable, raising=False)
     yield SimpleNamespace(
         models=modules["vllm.model_executor.models.registry"].ModelRegistry.models,
@@ -126,6 +137,14 @@ def test_the_expand_kernel_alone_can_be_left(engine, monkeypatch, caplog):
     assert engine.models[runner.DFLASH] == OURS
     assert engine.kernels._expand_kernel_impl is _expand_kernel_impl
     assert plugin.NO_EXPAND_KERNEL in caplog.text
+
+
+def test_the_rejection_kernel_alone_can_be_left(engine, monkeypatch, caplog):
+    monkeypatch.setenv(plugin.NO_REJECTION_KERNEL, "1")
+    plugin.register()
+    assert engine.kernels._expand_kernel_impl is not _expand_kernel_impl
+    assert engine.kernels._rejection_random_sample_kernel_impl is _rejection_random_sample_kernel_impl
+    assert plugin.NO_REJECTION_KERNEL in caplog.text
 
 
 def test_the_context_k_norm_switch_is_read_but_not_acted_on_here(engine, monkeypatch):
@@ -295,7 +314,8 @@ def test_drift_names_what_a_function_no_longer_uses():
 @pytest.mark.engine
 def test_the_installed_vllm_is_as_every_row_says():
     pytest.importorskip("vllm")
-    table = (*hooks.AT_REGISTRATION, hooks.EXPAND_KERNEL, hooks.EXPAND_KERNEL_TAKEN, *hooks.AT_LOADING)
+    kernels = (hooks.EXPAND_KERNEL, hooks.EXPAND_KERNEL_TAKEN, hooks.REJECTION_KERNEL, hooks.REJECTION_KERNEL_TAKEN)
+    table = (*hooks.AT_REGISTRATION, *kernels, *hooks.AT_LOADING)
     assert hooks.drift(table) == []
     assert hooks.drift(hooks.AT_RUNNER_V1) == []
 
@@ -350,6 +370,6 @@ def test_real_registration_is_quick_and_imports_no_worker():
     assert facts["kernels"] == []
     assert facts["cuda"] is False
     assert "vllm_ext.dflash" in facts["model"]
-    assert len(facts["places"]) == 7
+    assert len(facts["places"]) == 8
     assert facts["left"] == []
     assert "qwen3_dflash" in facts["model_after"]
