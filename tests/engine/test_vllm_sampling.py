@@ -76,6 +76,7 @@ def smallest_effect(freedom):
 
 
 @pytest.mark.engine
+@pytest.mark.heavy
 @pytest.mark.slow
 @pytest.mark.parametrize("drafting", DRAFTING)
 @pytest.mark.parametrize("rule", RULES)
@@ -89,6 +90,7 @@ def test_sampled_texts_follow_the_target(drawn, law, rule, drafting):
 
 
 @pytest.mark.engine
+@pytest.mark.heavy
 @pytest.mark.slow
 def test_a_wrong_q_is_found(drawn, law):
     """F56: an argmax proposal handed over with the softmax of its scores; otherwise the tests above prove nothing."""
@@ -98,6 +100,7 @@ def test_a_wrong_q_is_found(drawn, law):
 
 
 @pytest.mark.engine
+@pytest.mark.heavy
 @pytest.mark.slow
 @pytest.mark.parametrize("drafting", DRAFTING)
 def test_proposals_are_accepted_and_rejected(drawn, drafting):
@@ -106,6 +109,7 @@ def test_proposals_are_accepted_and_rejected(drawn, drafting):
 
 
 @pytest.mark.engine
+@pytest.mark.heavy
 @pytest.mark.slow
 def test_every_seed_gives_another_text(drawn, law):
     texts = {tuple(text) for text in drawn["drawn"]["texts"]["seeded"]}
