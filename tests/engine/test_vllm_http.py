@@ -197,12 +197,17 @@ def test_the_engines_metrics_count_drafts_and_accepted_by_slot(loop):
     assert accepted > drafts
 
 
-def test_the_default_torch_compile_drafts_the_same(start, plain, tmp_path_factory, monkeypatch, record_property):
-    """Nothing compiled before is found: the bodies of target and drafter are compiled while this server starts."""
-    monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path_factory.mktemp("compiled")))
-    server = start("dloop-selector").wait()
+@pytest.mark.parametrize("method", ["dflash", "dloop-selector"])
+def test_the_default_torch_compile_drafts_the_same(start, plain, method, tmp_path, monkeypatch, record_property):
+    """Nothing compiled before is found: the bodies of target and drafter are compiled while this server starts.
+
+    There are two bodies, without and with convolutions; the latter is that of DFlash 2, too.
+    """
+    monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path / "compiled"))
+    server = start(method).wait()
     record_property("seconds until ready", round(server.seconds))
     assert "torch_aot_compile" in server.said()
     body = {"prompt": PROMPTS[0], "max_tokens": 100, "ignore_eos": True}
     assert server.complete(**body)["text"] == plain.complete(**body)["text"]
     assert server.metric("spec_decode_num_accepted_tokens_total") > server.metric("spec_decode_num_drafts_total")
+    server.stop()
