@@ -32,8 +32,9 @@ _SENTINEL = -7.0
 
 def expand_kernel_is_right(kernel: Kernel) -> bool:
     """Whether ``kernel`` spreads [2.5, 0] over 2 and 1 rows, 0 replaced by 1, in a float32 output of 3 rows."""
-    output = torch.full((3,), _SENTINEL)
-    kernel(output, torch.tensor([2.5, 0.0]), torch.tensor([2, 3], dtype=torch.int32), 0, 1, 128)
+    # Dtypes are named: while a model is built, the default is the model's.
+    output = torch.full((3,), _SENTINEL, dtype=torch.float32)
+    kernel(output, torch.tensor([2.5, 0.0], dtype=torch.float32), torch.tensor([2, 3], dtype=torch.int32), 0, 1, 128)
     return output.tolist() == [2.5, 2.5, 1.0]
 
 
@@ -60,7 +61,7 @@ def rejection_kernel_is_right(kernel: Kernel) -> bool:
     """Whether ``kernel`` rejects a -1 in the second row, before which the first row ends with a large chance."""
     emitted = torch.full((1, 3), -1, dtype=torch.int32)
     ends, drafts = torch.tensor([2], dtype=torch.int32), torch.tensor([0, -1], dtype=torch.int32)
-    p = torch.tensor([[0.9, 0.0, 0.9], [0.1, 0.2, 0.7]])
+    p = torch.tensor([[0.9, 0.0, 0.9], [0.1, 0.2, 0.7]], dtype=torch.float32)
     instead, uniforms = torch.tensor([1, 1], dtype=torch.int32), torch.tensor([0.5, 0.5], dtype=torch.float64)
     bonus, greedy = torch.tensor([[2]]), torch.tensor([False])
     kernel(emitted, ends, drafts, None, p, bonus, instead, uniforms, greedy, 2, 3, NO_DRAFT_PROBS=True)

@@ -169,12 +169,15 @@ def blocks(target, drafter, vocab, out):
     Path(out).write_text(json.dumps({"truth": texts, "rounds": drafts.take()}))
 
 
-def start(target, drafters, out):
-    """What every drafter's engine says when it starts."""
+def start(target, drafters, out, **options):
+    """What every drafter's engine says when it starts; one that does must decode a little, too."""
     said = []
     for drafter in drafters:
         try:
-            build(target, drafter)
+            llm = build(target, drafter, **options)
+            generate(
+                llm, [{"prompt": [5, 6, 7], "max_tokens": 12, "temperature": t, "ignore_eos": True} for t in (0, 1)]
+            )
             said.append("started")
         except Exception as error:
             said.append(f"{type(error).__name__}: {error}")

@@ -200,6 +200,19 @@ def test_a_bad_drafter_is_refused_with_every_reason_before_its_weights_load(run_
     assert "mixed sliding/full" in kinds
 
 
+@pytest.mark.slow
+def test_every_method_starts_and_decodes_in_bfloat16(run_job, pair, tmp_path):
+    """The dtype most are served in; while a model is built it is the default of every new tensor."""
+    bf16 = {name: {"dtype": "bfloat16", "max_position_embeddings": 4096} for name in ("dflash", "dflash2", "dloop")}
+    drafters = []
+    for name, top in bf16.items():
+        raw = tiny.raw_config(name, **top)
+        weights = {key: w.bfloat16() for key, w in tiny.tensors(raw).items()}
+        drafters.append(str(tiny.write_drafter(tmp_path / name, raw, weights)))
+    sampling = {"dtype": "bfloat16", "draft_sample_method": "probabilistic"}
+    assert run_job("start", target=pair[0], drafters=drafters, **sampling)["said"] == ["started"] * 3
+
+
 SMALL_VOCAB = 48
 SAMPLES = 3000
 ALPHA = 1e-3

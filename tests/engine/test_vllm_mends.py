@@ -109,8 +109,15 @@ def test_the_engines_rejection_kernel_needs_its_mend():
     from vllm.utils.cpu_triton_utils import _rejection_random_sample_kernel_impl as shipped
 
     current_platform.import_kernels()
-    assert not cpu_mends.rejection_kernel_is_right(shipped)
-    assert cpu_mends.rejection_kernel_is_right(cpu_mends.rejecting_padding(shipped))
+    before = torch.get_default_dtype()
+    try:
+        for dtype in (torch.float32, torch.bfloat16):  # a model's own dtype is the default while it is built
+            torch.set_default_dtype(dtype)
+            assert not cpu_mends.rejection_kernel_is_right(shipped)
+            assert cpu_mends.rejection_kernel_is_right(cpu_mends.rejecting_padding(shipped))
+            assert cpu_mends.expand_kernel_is_right(cpu_mends.expand_kernel)
+    finally:
+        torch.set_default_dtype(before)
 
 
 def rms_norm(row, weight, eps):
