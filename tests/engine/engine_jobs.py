@@ -178,6 +178,7 @@ def start(target, drafters, out, **options):
             generate(
                 llm, [{"prompt": [5, 6, 7], "max_tokens": 12, "temperature": t, "ignore_eos": True} for t in (0, 1)]
             )
+            del llm  # two in one process would end each other's groups
             said.append("started")
         except Exception as error:
             said.append(f"{type(error).__name__}: {error}")
