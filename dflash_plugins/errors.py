@@ -1,9 +1,9 @@
 """Exceptions of the package, one tree.
 
-    DFlashPluginsError          the command line prints it and exits 2
-      BadInput                  a file, a path or an argument is not usable
-        Refused                 everything that is wrong at once, as findings
-      EngineMissing             the engine asked for is not installed
+DFlashPluginsError          the command line prints it and exits 2
+  BadInput                  a file, a path or an argument is not usable
+    Refused                 everything that is wrong at once, as findings
+  EngineMissing             the engine asked for is not installed
 """
 
 from __future__ import annotations

@@ -125,6 +125,12 @@ def k_findings(config: DraftConfig, k: int | None) -> list[Finding]:
     return [_finding(INFO, "k-below-block", "k", k, message, f"{config.k} is what the drafter was trained with")]
 
 
+def loop_mode_finding(mode: str) -> Finding:
+    """Why a D-Loop drafter of this mode, other than "refine", is refused."""
+    mend = 'use mode "refine", or serve the backbone without dflash_config.dloop'
+    return _finding(ERROR, "loop-mode", "dflash_config.dloop.mode", mode, "this mode is not served yet", mend)
+
+
 def served_prefix_lengths(config: DraftConfig | LoopConfig, k: int) -> tuple[tuple[int, ...], list[Finding]]:
     """The D-Loop prefix lengths that make sense when K proposals are served; the others are dropped and named."""
     loop = config.loop if isinstance(config, DraftConfig) else config

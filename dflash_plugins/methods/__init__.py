@@ -7,7 +7,7 @@ from types import MappingProxyType
 
 from dflash_plugins.config import DraftConfig
 from dflash_plugins.methods import dflash, dflash2, dloop, dloop_extend
-from dflash_plugins.methods.base import Draft, Method
+from dflash_plugins.methods.base import Method
 
 METHODS: Mapping[str, Method] = MappingProxyType(
     {method.name: method for method in (dflash.METHOD, dflash2.METHOD, dloop.METHOD, dloop_extend.METHOD)}
@@ -23,4 +23,4 @@ def method_of(config: DraftConfig) -> Method:
     return METHODS[f"dloop-{mode}"]
 
 
-__all__ = ["METHODS", "Draft", "Method", "method_of"]
+__all__ = ["METHODS", "Method", "method_of"]

@@ -17,45 +17,9 @@ from torch import Tensor
 
 from dflash_plugins.context import ContextKV
 from dflash_plugins.drafter import Drafter
-from dflash_plugins.errors import BadInput
 from dflash_plugins.layout import block_input_ids, block_positions
 from dflash_plugins.proposals import Dense, Distribution, OneHot, Proposals, Sparse, non_finite
 from dflash_plugins.selector import Choice, Choose, SelectorTables, candidates, choose_by_uniforms, walk
-
-
-class Draft(Protocol):
-    """Draft one block per row.
-
-    ``anchors`` int [R]; ``positions`` int [R], the anchors' positions n-1; ``context`` of the same R rows; ``k`` mask
-    rows, always all of them. ``temperature`` None or 0 takes an argmax everywhere (q is one-hot); a float or fp32 [R]
-    samples, with 0 meaning argmax for that row. ``uniforms`` [R, k] in [0, 1) are the draws of drafting and belong to
-    no other stream; without them ``generator`` (or torch's default) draws them. Rows whose logits are not finite come
-    back dropped.
-    """
-
-    def __call__(
-        self,
-        drafter: Drafter,
-        anchors: Tensor,
-        positions: Tensor,
-        context: ContextKV,
-        k: int,
-        *,
-        temperature: Tensor | float | None = None,
-        generator: torch.Generator | None = None,
-        uniforms: Tensor | None = None,
-    ) -> Proposals: ...
-
-
-@dataclass(frozen=True)
-class Method:
-    """One method: ``name`` in the catalogue, ``mode`` of a loop, ``architectures`` it loads, and how it drafts."""
-
-    name: str
-    summary: str
-    architectures: tuple[str, ...]
-    draft: Draft
-    mode: str | None = None
 
 
 class Backbone(Protocol):
@@ -148,27 +112,15 @@ def realised_q(backbone: Backbone, drafted: Drafted) -> Distribution:
     return Dense(drafted.rows) if names is whole else Sparse(names.expand(drafted.rows.shape), drafted.rows)
 
 
-@dataclass(frozen=True)
-class ReferenceBackbone:
-    """The reference ``drafter`` on ``context`` of R rows, anchors [R] at ``positions`` [R], ``k`` mask rows."""
+class OnDrafter:
+    """What a ``Backbone`` on our own ``drafter`` has of it, whatever its blocks and context are."""
 
     drafter: Drafter
-    anchors: Tensor
-    positions: Tensor
-    context: ContextKV
-    k: int
 
     @property
     def selector(self) -> SelectorTables | None:
         """See ``Backbone``."""
         return self.drafter.candidate_selector
-
-    def hidden(self, known: Tensor, slots: slice) -> Tensor:
-        """See ``Backbone``."""
-        inputs = block_input_ids(self.anchors, self.drafter.config.mask_token_id, self.k, known)
-        rows = self.drafter.hidden(inputs, block_positions(self.positions, self.k), self.context)
-        # Row 0 is the anchor, so slot s of the proposals is row s + 1.
-        return rows[:, slots.start + 1 : slots.stop + 1]
 
     def logits(self, hidden: Tensor) -> Tensor:
         """See ``Backbone``."""
@@ -179,6 +131,24 @@ class ReferenceBackbone:
         return self.drafter.target_ids(draft_ids)
 
 
+@dataclass(frozen=True)
+class ReferenceBackbone(OnDrafter):
+    """The reference ``drafter`` on ``context`` of R rows, anchors [R] at ``positions`` [R], ``k`` mask rows."""
+
+    drafter: Drafter
+    anchors: Tensor
+    positions: Tensor
+    context: ContextKV
+    k: int
+
+    def hidden(self, known: Tensor, slots: slice) -> Tensor:
+        """See ``Backbone``."""
+        inputs = block_input_ids(self.anchors, self.drafter.config.mask_token_id, self.k, known)
+        rows = self.drafter.hidden(inputs, block_positions(self.positions, self.k), self.context)
+        # Row 0 is the anchor, so slot s of the proposals is row s + 1.
+        return rows[:, slots.start + 1 : slots.stop + 1]
+
+
 def chooser(
     anchors: Tensor,
     k: int,
@@ -186,7 +156,7 @@ def chooser(
     generator: torch.Generator | None = None,
     uniforms: Tensor | None = None,
 ) -> Choose:
-    """How the slots of a block are drawn; nothing is drawn where nothing is sampled. Arguments as in ``Draft``."""
+    """How the slots of a block are drawn; nothing is drawn where nothing is sampled. Arguments as in ``Method``."""
     if temperature is None or (not isinstance(temperature, Tensor) and temperature == 0):
         return choose_by_argmax
     rows, device = anchors.shape[0], anchors.device
@@ -201,13 +171,27 @@ def choose_by_argmax(scores: Tensor, _first: int) -> Choice:
     return Choice(scores.argmax(dim=-1), None)
 
 
-def reference_draft(prefixes: Callable[[Drafter, int], Sequence[int]], *, walks: bool = False) -> Draft:
-    """``Draft`` on the reference drafter, in the passes that ``prefixes(drafter, k)`` asks for.
+def one_pass(_drafter: Drafter, _k: int) -> tuple[int, ...]:
+    """The schedule of a method that does not loop."""
+    return ()
 
-    ``walks`` refuses, with BadInput, a drafter that has no selector to walk with.
+
+@dataclass(frozen=True)
+class Method:
+    """One method: ``name`` in the catalogue, ``mode`` of a loop, ``architectures`` it loads, and how it drafts.
+
+    ``prefix_lengths(drafter, k)`` is its schedule of passes (``draft_in_passes``); it raises for a drafter that the
+    method cannot draft with.
     """
 
+    name: str
+    summary: str
+    architectures: tuple[str, ...]
+    prefix_lengths: Callable[[Drafter, int], Sequence[int]] = one_pass
+    mode: str | None = None
+
     def draft(
+        self,
         drafter: Drafter,
         anchors: Tensor,
         positions: Tensor,
@@ -218,17 +202,16 @@ def reference_draft(prefixes: Callable[[Drafter, int], Sequence[int]], *, walks:
         generator: torch.Generator | None = None,
         uniforms: Tensor | None = None,
     ) -> Proposals:
-        if walks and drafter.candidate_selector is None:
-            raise BadInput("this drafter has no selector: it is no DFlash 2 drafter")
-        lengths = prefixes(drafter, k)
+        """Draft one block per row with the reference drafter.
+
+        ``anchors`` int [R]; ``positions`` int [R], the anchors' positions n-1; ``context`` of the same R rows; ``k``
+        mask rows, always all of them. ``temperature`` None or 0 takes an argmax everywhere (q is one-hot); a float or
+        fp32 [R] samples, with 0 meaning argmax for that row. ``uniforms`` [R, k] in [0, 1) are the draws of drafting
+        and belong to no other stream; without them ``generator`` (or torch's default) draws them. Rows whose logits are
+        not finite come back dropped.
+        """
+        lengths = self.prefix_lengths(drafter, k)
         backbone = ReferenceBackbone(drafter, anchors, positions, context, k)
         choose = chooser(anchors, k, temperature, generator, uniforms)
         drafted = draft_in_passes(backbone, anchors, k, choose, lengths)
         return Proposals.of(drafted.ids, realised_q(backbone, drafted), dropped=drafted.dropped)
-
-    return draft
-
-
-def one_pass(_drafter: Drafter, _k: int) -> tuple[int, ...]:
-    """The schedule of a method that does not loop."""
-    return ()

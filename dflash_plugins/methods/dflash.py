@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from dflash_plugins.methods.base import Method, one_pass, reference_draft
+from dflash_plugins.methods.base import Method
 
-METHOD = Method("dflash", "one pass, each slot chosen by itself", ("DFlashDraftModel",), reference_draft(one_pass))
+METHOD = Method("dflash", "one pass, each slot chosen by itself", ("DFlashDraftModel",))

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from dflash_plugins.methods.base import Method, one_pass, reference_draft
+from dflash_plugins.drafter import Drafter
+from dflash_plugins.errors import BadInput
+from dflash_plugins.methods.base import Method
 
-METHOD = Method(
-    "dflash2",
-    "one pass, slots chosen by the selector's walk",
-    ("DFlash2DraftModel",),
-    reference_draft(one_pass, walks=True),
-)
+
+def _one_walk(drafter: Drafter, _k: int) -> tuple[int, ...]:
+    if drafter.candidate_selector is None:
+        raise BadInput("this drafter has no selector: it is no DFlash 2 drafter")
+    return ()
+
+
+METHOD = Method("dflash2", "one pass, slots chosen by the selector's walk", ("DFlash2DraftModel",), _one_walk)

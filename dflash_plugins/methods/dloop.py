@@ -12,7 +12,7 @@ from itertools import pairwise
 from dflash_plugins.config import LoopConfig
 from dflash_plugins.drafter import Drafter
 from dflash_plugins.errors import BadInput
-from dflash_plugins.methods.base import Method, reference_draft
+from dflash_plugins.methods.base import Method
 from dflash_plugins.pair import served_prefix_lengths
 
 
@@ -42,6 +42,6 @@ METHOD = Method(
     "dloop-refine",
     "one pass per prefix, each reading the tokens selected before",
     ("DLoopDraftModel",),
-    reference_draft(_prefixes),
+    _prefixes,
     "refine",
 )

@@ -2,38 +2,17 @@
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from typing import NoReturn
 
-from dflash_plugins.context import ContextKV
 from dflash_plugins.drafter import Drafter
 from dflash_plugins.errors import Refused
-from dflash_plugins.findings import Finding, Severity
 from dflash_plugins.methods.base import Method
-from dflash_plugins.proposals import Proposals
+from dflash_plugins.pair import loop_mode_finding
 
 
-def draft(
-    drafter: Drafter,
-    anchors: Tensor,
-    positions: Tensor,
-    context: ContextKV,
-    k: int,
-    *,
-    temperature: Tensor | float | None = None,
-    generator: torch.Generator | None = None,
-    uniforms: Tensor | None = None,
-) -> Proposals:
+def _refuse(_drafter: Drafter, _k: int) -> NoReturn:
     """Always raises Refused: which row of a block stands for which position is not settled, so nothing is guessed."""
-    finding = Finding(
-        code="loop-mode",
-        severity=Severity.ERROR,
-        key="dflash_config.dloop.mode",
-        value="extend",
-        message="this mode is not served yet",
-        mend='use mode "refine", or serve the backbone without dflash_config.dloop',
-    )
-    raise Refused("D-Loop (extend)", [finding])
+    raise Refused("D-Loop (extend)", [loop_mode_finding("extend")])
 
 
-METHOD = Method("dloop-extend", "block after block; not served yet", ("DLoopDraftModel",), draft, "extend")
+METHOD = Method("dloop-extend", "block after block; not served yet", ("DLoopDraftModel",), _refuse, "extend")

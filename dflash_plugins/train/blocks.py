@@ -10,12 +10,12 @@ from torch import Tensor
 from dflash_plugins.context import ContextKV
 from dflash_plugins.drafter import Drafter
 from dflash_plugins.layout import block_input_ids, training_mask, training_positions
-from dflash_plugins.selector import SelectorTables
+from dflash_plugins.methods.base import OnDrafter
 from dflash_plugins.train.batches import Batch
 
 
 @dataclass(frozen=True)
-class BatchBackbone:
+class BatchBackbone(OnDrafter):
     """``methods.base.Backbone`` over all blocks of ``batch``: row r * n + i is block i of sequence r.
 
     ``context`` holds the sequences' context K/V once (``of`` computes it); every block sees it up to its own anchor.
@@ -31,11 +31,6 @@ class BatchBackbone:
         """With the context computed from the batch's features."""
         positions = torch.arange(batch.features.shape[1]).expand(batch.features.shape[0], -1)
         return cls(drafter, batch, k, drafter.context_kv(batch.features, positions, batch.lengths))
-
-    @property
-    def selector(self) -> SelectorTables | None:
-        """See ``Backbone``."""
-        return self.drafter.candidate_selector
 
     @property
     def anchors(self) -> Tensor:
@@ -63,11 +58,3 @@ class BatchBackbone:
     def hidden(self, known: Tensor, slots: slice) -> Tensor:
         """See ``Backbone``."""
         return self.rows(known)[:, slots.start + 1 : slots.stop + 1]
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """See ``Backbone``."""
-        return self.drafter.logits(hidden)
-
-    def target_ids(self, draft_ids: Tensor) -> Tensor:
-        """See ``Backbone``."""
-        return self.drafter.target_ids(draft_ids)
