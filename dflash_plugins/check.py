@@ -116,17 +116,13 @@ def units_findings(engine: str, config: DraftConfig, k: int | None, settings: Ma
     value = int(settings[flag])
     if k is not None and value != facts.tokens(k):
         message = f"disagrees with K = {k}, which {facts.title} spells {facts.tokens(k)}"
-        return [_finding(Severity.ERROR, "units-conflict", flag, value, message, "give one of the two")]
+        return [Finding.error("units-conflict", flag, value, message, "give one of the two")]
     trained = facts.tokens(config.k)
     other = config.k + 1 - facts.tokens_beyond_k
     if value == other:
         message = f"is what another engine calls a block of {config.block_size}; {facts.title} counts differently"
-        return [_finding(Severity.WARNING, "units-other-engine", flag, value, message, f"did you mean {trained}?")]
+        return [Finding.of(Severity.WARNING, "units-other-engine", flag, value, message, f"did you mean {trained}?")]
     return []
-
-
-def _finding(severity: Severity, code: str, key: str, value: Any, message: str, mend: str) -> Finding:
-    return Finding(code=code, severity=severity, key=key, value=value, message=message, mend=mend)
 
 
 def _ordered(found: list[Finding]) -> tuple[Finding, ...]:

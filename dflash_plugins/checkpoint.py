@@ -237,15 +237,11 @@ def account(config: DraftConfig | Mapping[str, Any], header: Header, *, subject:
     return Accounting(claimed, (*found, *dtypes), dtype, own["embed_tokens.weight"], own["lm_head.weight"], subject)
 
 
-def _error(code: str, key: str, value: Any, message: str, mend: str) -> Finding:
-    return Finding(code=code, severity=Severity.ERROR, key=key, value=value, message=message, mend=mend)
-
-
 def _spelling_findings(spellings: Mapping[str, list[str]]) -> Iterator[Finding]:
     for name, stored in sorted(spellings.items()):
         if len(stored) > 1:
             message = f"the same parameter is stored as {' and '.join(stored)}"
-            yield _error("tensor-twice", name, stored, message, "keep one of them")
+            yield Finding.error("tensor-twice", name, stored, message, "keep one of them")
 
 
 def _packed_modules(unclaimed: set[str]) -> dict[str, list[str]]:
@@ -261,7 +257,9 @@ def _packed_modules(unclaimed: set[str]) -> dict[str, list[str]]:
 def _packed_findings(packed: Mapping[str, list[str]]) -> Iterator[Finding]:
     for module, parts in packed.items():
         message = f"is quantised ({', '.join(parts)}), so the plain weight would stay unwritten"
-        yield _error("tensor-quantised", f"{module}.weight", parts, message, "use the drafter's unquantised weights")
+        yield Finding.error(
+            "tensor-quantised", f"{module}.weight", parts, message, "use the drafter's unquantised weights"
+        )
 
 
 def _unclaimed_findings(
@@ -273,7 +271,7 @@ def _unclaimed_findings(
             stored = spellings[name][0]
             message = "belongs to no parameter of this drafter, so its effect would be lost"
             mend = "check the architecture in config.json, or remove the tensor"
-            yield _error("tensor-unclaimed", stored, list(header[stored][1]), message, mend)
+            yield Finding.error("tensor-unclaimed", stored, list(header[stored][1]), message, mend)
 
 
 def _missing_findings(
@@ -282,7 +280,7 @@ def _missing_findings(
     for name, slot in slots.items():
         if slot.required and name not in claimed and name.removesuffix(".weight") not in packed:
             why = " although draft_vocab_size is smaller than vocab_size" if name in ("d2t", "lm_head.weight") else ""
-            yield _error("tensor-missing", name, None, f"is missing{why}", "export the drafter again, complete")
+            yield Finding.error("tensor-missing", name, None, f"is missing{why}", "export the drafter again, complete")
 
 
 def _shape_findings(slots: Mapping[str, Slot], claimed: Mapping[str, str], header: Header) -> Iterator[Finding]:
@@ -294,10 +292,10 @@ def _shape_findings(slots: Mapping[str, Slot], claimed: Mapping[str, str], heade
         if not fits:
             code = "fc-width" if name == "fc.weight" else "tensor-shape"
             message = f"has shape {list(shape)}, the configuration asks for {wanted}"
-            yield _error(code, stored, list(shape), message + _SHAPE_HINTS.get(name, ""), "use matching files")
+            yield Finding.error(code, stored, list(shape), message + _SHAPE_HINTS.get(name, ""), "use matching files")
         if dtype not in slot.dtypes:
             message = f"is stored as {dtype}, expected one of {', '.join(sorted(slot.dtypes))}"
-            yield _error("tensor-dtype", stored, dtype, message, "use the drafter's unquantised weights")
+            yield Finding.error("tensor-dtype", stored, dtype, message, "use the drafter's unquantised weights")
 
 
 _SHAPE_HINTS = {
@@ -353,7 +351,7 @@ def id_map_findings(path: Path | str, accounting: Accounting, vocab_size: int) -
     if not outside and not twice:
         return []
     message = f"leads to {len(outside)} ids outside the {vocab_size} of the target, {twice} ids twice"
-    return [_error("id-map", stored, outside[:8], message, "export d2t as target id minus draft id")]
+    return [Finding.error("id-map", stored, outside[:8], message, "export d2t as target id minus draft id")]
 
 
 def load_tensors(path: Path | str, accounting: Accounting) -> dict[str, torch.Tensor]:

@@ -91,10 +91,6 @@ _UNSUPPORTED: tuple[tuple[str, Any, str], ...] = (
 )
 
 
-def _finding(severity: Severity, code: str, key: str, value: Any, message: str, mend: str) -> Finding:
-    return Finding(code=code, severity=severity, key=key, value=value, message=message, mend=mend)
-
-
 class _Reader:
     """One pass over one raw configuration; collects facts, where they came from, and findings."""
 
@@ -106,10 +102,10 @@ class _Reader:
         self.origins: dict[str, str] = {}
 
     def error(self, code: str, key: str, value: Any, message: str, mend: str) -> None:
-        self.findings.append(_finding(Severity.ERROR, code, key, value, message, mend))
+        self.findings.append(Finding.error(code, key, value, message, mend))
 
     def warn(self, code: str, key: str, value: Any, message: str, mend: str) -> None:
-        self.findings.append(_finding(Severity.WARNING, code, key, value, message, mend))
+        self.findings.append(Finding.of(Severity.WARNING, code, key, value, message, mend))
 
     def present(self, key: str) -> tuple[Entry, ...]:
         return tuple(e for e in self.entries.get(key, ()) if e.value is not None)
@@ -707,4 +703,4 @@ def read_target_config(path: Path | str) -> TargetConfig:
 
 def _target_finding(location: tuple[int | str, ...], value: Any, message: str) -> Finding:
     key = ".".join(map(str, location))
-    return _finding(Severity.ERROR, "target-config", key, value, message, "use a complete transformers config.json")
+    return Finding.error("target-config", key, value, message, "use a complete transformers config.json")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from enum import StrEnum
-from typing import Any
+from typing import Any, Self
 
 from pydantic import BaseModel, ConfigDict
 
@@ -28,6 +28,16 @@ class Finding(BaseModel):
     value: Any
     message: str
     mend: str
+
+    @classmethod
+    def of(cls, severity: Severity, code: str, key: str, value: Any, message: str, mend: str) -> Self:
+        """With the fields in the order in which they are read."""
+        return cls(code=code, severity=severity, key=key, value=value, message=message, mend=mend)
+
+    @classmethod
+    def error(cls, code: str, key: str, value: Any, message: str, mend: str) -> Self:
+        """One that refuses."""
+        return cls.of(Severity.ERROR, code, key, value, message, mend)
 
     def __str__(self) -> str:
         return f"[{self.code}] {self.key} = {self.value!r}: {self.message} -> {self.mend}"

@@ -13,10 +13,6 @@ from dflash_plugins.findings import Finding, Severity
 ERROR, WARNING, INFO = Severity.ERROR, Severity.WARNING, Severity.INFO
 
 
-def _finding(severity: Severity, code: str, key: str, value: Any, message: str, mend: str) -> Finding:
-    return Finding(code=code, severity=severity, key=key, value=value, message=message, mend=mend)
-
-
 def pair_findings(
     draft: DraftConfig | Mapping[str, Any], target: TargetConfig, *, own_embedding: bool | None = None
 ) -> list[Finding]:
@@ -39,8 +35,7 @@ def _width_findings(facts: Mapping[str, Any], target: TargetConfig, own: bool | 
     features, hidden = facts.get("target_hidden_size"), facts.get("hidden_size")
     if features is not None and features != target.hidden_size:
         found.append(
-            _finding(
-                ERROR,
+            Finding.error(
                 "pair-hidden-size",
                 "target_hidden_size",
                 features,
@@ -50,8 +45,7 @@ def _width_findings(facts: Mapping[str, Any], target: TargetConfig, own: bool | 
         )
     elif hidden is not None and hidden != target.hidden_size and own is False:
         found.append(
-            _finding(
-                ERROR,
+            Finding.error(
                 "pair-hidden-size",
                 "hidden_size",
                 hidden,
@@ -68,12 +62,12 @@ def _layer_findings(facts: Mapping[str, Any], target: TargetConfig) -> list[Find
     if layers is not None and layers != target.num_layers:
         message = f"the target has {target.num_layers} layers"
         mend = "use the target the drafter was trained for"
-        found.append(_finding(ERROR, "pair-target-layers", "num_target_layers", layers, message, mend))
+        found.append(Finding.error("pair-target-layers", "num_target_layers", layers, message, mend))
     wrong = [i for i in ids if not 0 <= i < target.num_layers]
     if wrong:
         message = f"{wrong} are no layers of a target with {target.num_layers}"
         mend = "use the target the drafter was trained for, or check whether the ids are speculators' (one higher)"
-        found.append(_finding(ERROR, "target-layer-range", "target_layer_ids", list(ids), message, mend))
+        found.append(Finding.error("target-layer-range", "target_layer_ids", list(ids), message, mend))
     return found
 
 
@@ -83,16 +77,16 @@ def _vocabulary_findings(facts: Mapping[str, Any], target: TargetConfig) -> list
     if vocab is not None and vocab != target.vocab_size:
         message = f"the target's embedding has {target.vocab_size} rows: a drafter for another vocabulary"
         mend = "use the target the drafter was trained for"
-        found.append(_finding(ERROR, "pair-vocabulary", "vocab_size", vocab, message, mend))
+        found.append(Finding.error("pair-vocabulary", "vocab_size", vocab, message, mend))
     if mask is not None and mask >= target.vocab_size:
         message = f"lies beyond the {target.vocab_size} rows of the target's embedding"
         mend = "set an id inside the embedding; one past the tokenizer's last is fine"
-        found.append(_finding(ERROR, "mask-token-range", "mask_token_id", mask, message, mend))
+        found.append(Finding.error("mask-token-range", "mask_token_id", mask, message, mend))
     special = {*target.eos_token_ids, *(() if target.pad_token_id is None else (target.pad_token_id,))}
     if mask in special:
         message = "is the target's end or padding token as well"
         mend = "make sure the drafter was trained with this id as its mask"
-        found.append(_finding(WARNING, "mask-token-shared", "mask_token_id", mask, message, mend))
+        found.append(Finding.of(WARNING, "mask-token-shared", "mask_token_id", mask, message, mend))
     return found
 
 
@@ -103,7 +97,7 @@ def _theta_findings(facts: Mapping[str, Any], target: TargetConfig) -> list[Find
     ratio = max(theta, target.rope_theta) / min(theta, target.rope_theta)
     message = f"the target has {target.rope_theta:g}, a ratio of {ratio:g}"
     mend = "check the drafter's training configuration: a wrong theta is silent and costs accepted tokens"
-    return [_finding(WARNING, "pair-rope-theta", "rope_theta", theta, message, mend)]
+    return [Finding.of(WARNING, "pair-rope-theta", "rope_theta", theta, message, mend)]
 
 
 def k_findings(config: DraftConfig, k: int | None) -> list[Finding]:
@@ -114,21 +108,21 @@ def k_findings(config: DraftConfig, k: int | None) -> list[Finding]:
     if k is None or k in (config.k, most):
         return []
     if k < 1:
-        return [_finding(ERROR, "k-range", "k", k, "is no number of proposals", f"give 1 to {most}")]
+        return [Finding.error("k-range", "k", k, "is no number of proposals", f"give 1 to {most}")]
     if k > most:
         message = f"goes beyond the trained block of {config.block_size}; acceptance may collapse at every slot"
-        return [_finding(WARNING, "k-beyond-block", "k", k, message, f"serve at most {most}")]
+        return [Finding.of(WARNING, "k-beyond-block", "k", k, message, f"serve at most {most}")]
     if k > config.k:
         message = f"is no whole number of blocks of {config.k} proposals"
-        return [_finding(WARNING, "k-part-block", "k", k, message, f"serve a multiple of {config.k}")]
+        return [Finding.of(WARNING, "k-part-block", "k", k, message, f"serve a multiple of {config.k}")]
     message = f"is less than the {config.k} proposals of the trained block; fewer masks change every proposal"
-    return [_finding(INFO, "k-below-block", "k", k, message, f"{config.k} is what the drafter was trained with")]
+    return [Finding.of(INFO, "k-below-block", "k", k, message, f"{config.k} is what the drafter was trained with")]
 
 
 def loop_mode_finding(mode: str) -> Finding:
     """Why a D-Loop drafter of this mode, other than "refine", is refused."""
     mend = 'use mode "refine", or serve the backbone without dflash_config.dloop'
-    return _finding(ERROR, "loop-mode", "dflash_config.dloop.mode", mode, "this mode is not served yet", mend)
+    return Finding.error("loop-mode", "dflash_config.dloop.mode", mode, "this mode is not served yet", mend)
 
 
 def served_prefix_lengths(config: DraftConfig | LoopConfig, k: int) -> tuple[tuple[int, ...], list[Finding]]:
@@ -142,7 +136,7 @@ def served_prefix_lengths(config: DraftConfig | LoopConfig, k: int) -> tuple[tup
     message = f"{dropped} are dropped: a prefix must be shorter than the {k} proposals served"
     mend = f"serve more proposals, or train with prefix lengths below {k}"
     key = "dflash_config.dloop.prefix_lengths"
-    return kept, [_finding(WARNING, "loop-prefix-dropped", key, list(lengths), message, mend)]
+    return kept, [Finding.of(WARNING, "loop-prefix-dropped", key, list(lengths), message, mend)]
 
 
 _NAMES = {"F16": "float16", "BF16": "bfloat16", "F32": "float32", "half": "float16", "float": "float32"}
@@ -160,9 +154,11 @@ def serving_dtype_findings(stored: str | None, served: str | None) -> list[Findi
         return []
     if served == "float16":
         message = f"serves {stored} weights as float16: features beyond 65504 become infinite and drafts are lost"
-        return [_finding(ERROR, "dtype-range", "dtype", served, message, f"serve {stored} or float32")]
+        return [Finding.error("dtype-range", "dtype", served, message, f"serve {stored} or float32")]
     severity = INFO if served == "float32" else WARNING
-    return [_finding(severity, "dtype-cast", "dtype", served, f"weights are stored as {stored}", f"{stored} is exact")]
+    return [
+        Finding.of(severity, "dtype-cast", "dtype", served, f"weights are stored as {stored}", f"{stored} is exact")
+    ]
 
 
 def tokenizer_findings(target: Mapping[str, int], draft: Mapping[str, int]) -> list[Finding]:
@@ -175,7 +171,7 @@ def tokenizer_findings(target: Mapping[str, int], draft: Mapping[str, int]) -> l
     shown = ", ".join(f"{i} ({ours.get(i)!r} in the target, {theirs.get(i)!r} in the drafter)" for i in differing[:8])
     message = f"{len(differing)} ids mean different tokens: {shown}{', ...' if len(differing) > 8 else ''}"
     mend = "use the target the drafter was trained for"
-    return [_finding(ERROR, "pair-tokenizer", "tokenizer.json", differing, message, mend)]
+    return [Finding.error("pair-tokenizer", "tokenizer.json", differing, message, mend)]
 
 
 def read_tokenizer_vocabulary(directory: Path) -> dict[str, int] | None:

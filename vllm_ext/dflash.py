@@ -112,7 +112,9 @@ class DFlashPluginsDraftModel(DFlashQwen3ForCausalLM):
         if built != self.draft_config.causal:
             message = f"vLLM builds {built} from the same config"
             mend = "state dflash_config.causal in the drafter's config.json"
-            raise Refused("the drafter", [_error("causality", "causal", self.draft_config.causal, message, mend)])
+            raise Refused(
+                "the drafter", [Finding.error("causality", "causal", self.draft_config.causal, message, mend)]
+            )
 
     def _apply_scales(self, draft_config: DraftConfig) -> None:
         cast(DraftModel, self.model).input_embedding_scale = draft_config.input_embedding_scale
@@ -305,9 +307,11 @@ def _v2_loop_findings(vllm_config: VllmConfig) -> list[Finding]:
     mend, found = "serve it without this setting", []
     if _speculation(vllm_config).use_local_argmax_reduction:
         message = "a further pass needs whole rows of logits, which this never makes"
-        found.append(_error("loop-option", "use_local_argmax_reduction", True, message, mend))
+        found.append(Finding.error("loop-option", "use_local_argmax_reduction", True, message, mend))
     if getattr(vllm_config, "watermark_config", None) is not None:
-        found.append(_error("loop-option", "watermark_config", "set", "D-Loop drafts cannot be watermarked", mend))
+        found.append(
+            Finding.error("loop-option", "watermark_config", "set", "D-Loop drafts cannot be watermarked", mend)
+        )
     return found
 
 
@@ -316,7 +320,11 @@ def _loop_findings(config: DraftConfig, k: int) -> list[Finding]:
         return []
     if config.loop.mode != "refine":
         mend = 'use mode "refine", or serve the backbone without dflash_config.dloop'
-        return [_error("loop-mode", "dflash_config.dloop.mode", config.loop.mode, "this mode is not served yet", mend)]
+        return [
+            Finding.error(
+                "loop-mode", "dflash_config.dloop.mode", config.loop.mode, "this mode is not served yet", mend
+            )
+        ]
     return list(served_prefix_lengths(config.loop, k)[1])
 
 
@@ -328,7 +336,7 @@ def _place_findings(config: DraftConfig, vllm_config: VllmConfig) -> list[Findin
     wanted |= {} if config.selector is None else {"selector_top_k": config.selector.top_k}
     message, mend = "vLLM reads this key in dflash_config only", "write it there in the drafter's config.json"
     return [
-        _error("place", f"dflash_config.{key}", nested.get(key), f"{message}; the drafter needs {value}", mend)
+        Finding.error("place", f"dflash_config.{key}", nested.get(key), f"{message}; the drafter needs {value}", mend)
         for key, value in wanted.items()
         if nested.get(key) != value
     ]
@@ -340,7 +348,7 @@ def _runner_findings(config: DraftConfig, v2: bool) -> list[Finding]:
         return []
     message = f"the runner of this vLLM drafts this as plain DFlash: {runner.why_not() or 'the plugin was not asked'}"
     mend = "use an engine version of the compatibility matrix"
-    return [_error("runner-hooks", "architectures", config.architecture, message, mend)]
+    return [Finding.error("runner-hooks", "architectures", config.architecture, message, mend)]
 
 
 def _layer_kind_findings(config: DraftConfig, use_v2_model_runner: bool) -> list[Finding]:
@@ -349,7 +357,7 @@ def _layer_kind_findings(config: DraftConfig, use_v2_model_runner: bool) -> list
         return []
     message = "vLLM's V1 runner serves drafters whose layers all have one window and one causality"
     mend = "serve it on a platform with vLLM's V2 runner"
-    return [_error("mixed-layers", "layer_types", [list(kind) for kind in kinds], message, mend)]
+    return [Finding.error("mixed-layers", "layer_types", [list(kind) for kind in kinds], message, mend)]
 
 
 def target_facts(model_config: ModelConfig) -> TargetConfig:
@@ -373,10 +381,6 @@ def _refuse(subject: str, found: list[Finding]) -> None:
             logger.warning("dflash-plugins: %s", finding)
 
 
-def _error(code: str, key: str, value: Any, message: str, mend: str) -> Finding:
-    return Finding(code=code, severity=Severity.ERROR, key=key, value=value, message=message, mend=mend)
-
-
 def header_of(tensors: Mapping[str, torch.Tensor]) -> Header:
     """What a safetensors header would say of ``tensors``: stored name to dtype and shape."""
     return {name: (_STORED.get(t.dtype, str(t.dtype)), tuple(t.shape)) for name, t in tensors.items()}
@@ -393,7 +397,7 @@ def refuse_unwritten(parameters: Iterable[tuple[str, torch.nn.Parameter]], share
     """Refuse parameters that still hold NaN after loading, except ``shared`` ones, which the target provides."""
     shared = set(shared)
     found = [
-        _error(
+        Finding.error(
             "parameter-unwritten",
             name,
             list(parameter.shape),

@@ -27,17 +27,19 @@ def _parallel_findings(parallel: Any) -> list[Finding]:
         message = "the drafter stands on the last rank, where the embedding and the features of earlier layers are not"
         mend = "use tensor_parallel_size"
         found.append(
-            _refusal("pipeline-parallel", "pipeline_parallel_size", parallel.pipeline_parallel_size, message, mend)
+            Finding.error("pipeline-parallel", "pipeline_parallel_size", parallel.pipeline_parallel_size, message, mend)
         )
     for key in ("prefill_context_parallel_size", "decode_context_parallel_size"):
         if getattr(parallel, key, 1) > 1:
             message = "a block has not been tried with a context that is spread over ranks"
-            found.append(_refusal("context-parallel", key, getattr(parallel, key), message, "use tensor_parallel_size"))
+            found.append(
+                Finding.error("context-parallel", key, getattr(parallel, key), message, "use tensor_parallel_size")
+            )
     # Ranks with a dense target are engines of their own, and their workers see a size of 1 here.
     if parallel.data_parallel_size > 1:
         message = "ranks that wait for each other (a target with experts) have not been tried"
         mend = "start one server for each rank"
-        found.append(_refusal("data-parallel", "data_parallel_size", parallel.data_parallel_size, message, mend))
+        found.append(Finding.error("data-parallel", "data_parallel_size", parallel.data_parallel_size, message, mend))
     return found
 
 
@@ -48,7 +50,9 @@ def _lora_findings(lora: Any) -> list[Finding]:
         "vLLM lends the drafter the target's embedding with adapters around it, which take its rows for the target's"
     )
     return [
-        _refusal("lora", "enable_lora", True, message, "merge the adapter into the target, or serve without a drafter")
+        Finding.error(
+            "lora", "enable_lora", True, message, "merge the adapter into the target, or serve without a drafter"
+        )
     ]
 
 
@@ -56,22 +60,20 @@ def _multimodal_findings(model: Any) -> list[Finding]:
     if not model.is_multimodal_model:
         return []
     message = "drafting after images, audio or video, and with their positions, has not been tried"
-    return [_refusal("multimodal", "architectures", model.architecture, message, "serve a target that reads text only")]
+    return [
+        Finding.error("multimodal", "architectures", model.architecture, message, "serve a target that reads text only")
+    ]
 
 
 def _connector_findings(transfer: Any) -> list[Finding]:
     if transfer is None or transfer.kv_connector is None:
         return []
-    finding = Finding(
-        code="kv-connector",
-        severity=Severity.WARNING,
-        key="kv_transfer_config.kv_connector",
-        value=transfer.kv_connector,
-        message="what is transferred holds the drafter's context, too, and connectors do not ask whose it is",
-        mend="serve this very drafter on all sides, and let no other one write to the same store",
+    finding = Finding.of(
+        Severity.WARNING,
+        "kv-connector",
+        "kv_transfer_config.kv_connector",
+        transfer.kv_connector,
+        "what is transferred holds the drafter's context, too, and connectors do not ask whose it is",
+        "serve this very drafter on all sides, and let no other one write to the same store",
     )
     return [finding]
-
-
-def _refusal(code: str, key: str, value: Any, message: str, mend: str) -> Finding:
-    return Finding(code=code, severity=Severity.ERROR, key=key, value=value, message=message, mend=mend)

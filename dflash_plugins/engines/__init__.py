@@ -177,7 +177,7 @@ def _version_findings(facts: EngineFacts, architecture: str, version: str | None
     parsed = parse_version(version)
     if parsed is None:
         return [
-            _engine_finding(
+            Finding.of(
                 Severity.WARNING,
                 "engine-version-unknown",
                 "engine_version",
@@ -191,7 +191,7 @@ def _version_findings(facts: EngineFacts, architecture: str, version: str | None
     # A source build just before the release may already hold it: only the release number decides.
     early = parsed.release >= Version(known.first).release
     return [
-        _engine_finding(
+        Finding.of(
             Severity.WARNING if early else Severity.ERROR,
             "engine-too-old",
             "engine_version",
@@ -239,14 +239,10 @@ def _limit_finding(limit: Limit, config: DraftConfig, *, certain: bool) -> Findi
     severity = limit.severity if certain else Severity.WARNING
     condition = "" if certain else f" (if the runner is {limit.when.runner})"
     value = config.architecture if limit.key == "architectures" else None
-    return _engine_finding(severity, limit.id, limit.key, value, limit.message + condition, limit.mend)
+    return Finding.of(severity, limit.id, limit.key, value, limit.message + condition, limit.mend)
 
 
 def _bug_finding(bug: Bug) -> Finding:
-    return _engine_finding(
+    return Finding.of(
         Severity.INFO, bug.id, "platform", bug.platform, bug.symptom, f"{bug.mend} ({bug.switch}=1 switches that off)"
     )
-
-
-def _engine_finding(severity: Severity, code: str, key: str, value: Any, message: str, mend: str) -> Finding:
-    return Finding(code=code, severity=severity, key=key, value=value, message=message, mend=mend)

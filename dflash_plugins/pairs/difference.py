@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from dflash_plugins.errors import BadInput, Refused
-from dflash_plugins.findings import Finding, Severity
+from dflash_plugins.findings import Finding
 from dflash_plugins.pairs.cut_head import VOCABULARY_FILE, copy_card, read_checkpoint, write_checkpoint
 
 if TYPE_CHECKING:
@@ -123,10 +123,7 @@ def _wrong_files(folder: Path, expected: Mapping[str, str], mend: str) -> list[F
         if value != checksum:
             key = f"{folder.name}/{name}"
             message = "is missing" if value is None else f"has another SHA-256 than {checksum}: another file"
-            finding = Finding(
-                code="difference-file", severity=Severity.ERROR, key=key, value=value, message=message, mend=mend
-            )
-            found.append(finding)
+            found.append(Finding.error("difference-file", key, value, message, mend))
     return found
 
 

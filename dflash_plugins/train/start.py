@@ -11,7 +11,7 @@ import torch
 from dflash_plugins.config import DraftConfig
 from dflash_plugins.drafter import Drafter, load_drafter
 from dflash_plugins.errors import BadInput, Refused
-from dflash_plugins.findings import Finding, Severity
+from dflash_plugins.findings import Finding
 
 # What a method adds, and what does not change a tensor's meaning.
 _FREE = {"method", "architecture", "selector", "conv", "loop", "dtype", "num_target_layers", "max_position_embeddings"}
@@ -31,14 +31,11 @@ def require_same_geometry(config: DraftConfig, start: DraftConfig) -> None:
 
 
 def _differs(key: str, found: object, wanted: object) -> Finding:
-    return Finding(
-        code="start-geometry",
-        severity=Severity.ERROR,
-        key=key,
-        value=found,
-        message=f"this run trains a drafter with {wanted}",
-        mend="start from a drafter of the same geometry, or set the run's to it",
+    message, mend = (
+        f"this run trains a drafter with {wanted}",
+        "start from a drafter of the same geometry, or set the run's to it",
     )
+    return Finding.error("start-geometry", key, found, message, mend)
 
 
 @torch.no_grad()
