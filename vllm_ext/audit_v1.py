@@ -37,7 +37,6 @@ class WatchV1(Watch):
 
     def __init__(self, runner: Any) -> None:
         super().__init__(runner.vllm_config, runner.drafter.parallel_drafting_token_id)
-        self.sampling = False
         self.discarded: list[bool] = []
         self.bonus: Tensor | None = None
         self.target: tuple[Tensor, Tensor, Tensor | None] | None = None
@@ -60,9 +59,10 @@ class WatchV1(Watch):
             ids=runner.input_ids.gpu[:total].tolist(),
         )
 
-    def sampled(self, ids: Tensor) -> None:
-        """What the samplers made of the target's rows: [R, K + 1] or [R, 1]."""
+    def sampled(self, output: Any) -> None:
+        """See ``Watch``. What the samplers made of the target's rows is [R, K + 1] or [R, 1]."""
         assert self.rows is not None
+        ids = output.sampled_token_ids
         listed = zip(ids.tolist(), self.discarded, strict=True)
         self.rows.emitted = [None if discarded else without_filling(row) for row, discarded in listed]
         emitted, proposals = ids.long().clamp(min=0), self.rows.proposals
@@ -139,7 +139,7 @@ def wrap(patches: Patches) -> None:
     for owner, name, wrapper in (
         (GPUModelRunner, "_update_states", _update_states),
         (GPUModelRunner, "_prepare_inputs", _prepare_inputs),
-        (GPUModelRunner, "_sample", _sample),
+        (GPUModelRunner, "_sample", _watches.sample),
         (GPUModelRunner, "sample_tokens", _watches.sample_tokens),
         (Sampler, "sample", _sampler_sample),
         (rejection_sampler, "rejection_sample", _rejection_sample),
@@ -161,19 +161,6 @@ def _prepare_inputs(shipped: Shipped, runner: Any, scheduler_output: Any, *rest:
     if watch is not None:
         watch.prepare(runner, scheduler_output, prepared[1])
     return prepared
-
-
-def _sample(shipped: Shipped, runner: Any, *args: Any, **kwargs: Any) -> Any:
-    watch = _watches.running
-    if watch is None or watch.rows is None:
-        return shipped(runner, *args, **kwargs)
-    watch.sampling = True
-    try:
-        output = shipped(runner, *args, **kwargs)
-    finally:
-        watch.sampling = False
-    watch.sampled(output.sampled_token_ids)
-    return output
 
 
 def _sampler_sample(shipped: Shipped, sampler: Any, logits: Tensor, *args: Any, **kwargs: Any) -> Any:

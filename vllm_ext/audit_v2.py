@@ -54,7 +54,6 @@ class WatchV2(Watch):
         super().__init__(runner.vllm_config, speculator.parallel_drafting_token_id, speculator.max_model_len)
         self.width = speculator.num_query_per_req
         self.states: Tensor | None = None
-        self.sampling = False
         self._judged: list[Judged] = []
 
     def prepare(self, batch: Any) -> None:
@@ -101,9 +100,11 @@ class WatchV2(Watch):
                 )
             )
 
-    def sampled(self, ids: Tensor, counts: Tensor) -> None:
-        """What the step emits, ``counts`` [R] of the first of ids [R, ...]; 0 for a chunk."""
+    def sampled(self, output: Any) -> None:
+        """See ``Watch``. Of what was sampled [R, ...] the first ``counts`` [R] are emitted; 0 for a chunk."""
         assert self.rows is not None
+        sampler_output, counts, _ = output
+        ids = sampler_output.sampled_token_ids
         self.rows.emitted = [
             row[:count] if count else None for row, count in zip(ids.tolist(), counts.tolist(), strict=True)
         ]
@@ -175,7 +176,7 @@ def wrap(patches: Patches) -> None:
     for owner, name, wrapper in (
         (GPUModelRunner, "execute_model", _execute_model),
         (GPUModelRunner, "prepare_inputs", _prepare_inputs),
-        (GPUModelRunner, "sample", _sample),
+        (GPUModelRunner, "sample", _watches.sample),
         (GPUModelRunner, "sample_tokens", _watches.sample_tokens),
         (Sampler, "sample", _sampler_sample),
         (rejection_sampler, "rejection_sample", _rejection_sample),
@@ -205,19 +206,6 @@ def _prepare_inputs(shipped: Shipped, runner: Any, *args: Any, **named: Any) -> 
     if watch is not None:
         watch.prepare(batch)
     return batch
-
-
-def _sample(shipped: Shipped, runner: Any, *args: Any, **named: Any) -> Any:
-    watch = _watches.running
-    if watch is None or watch.rows is None:
-        return shipped(runner, *args, **named)
-    watch.sampling = True
-    try:
-        output, counts, rejected = shipped(runner, *args, **named)
-    finally:
-        watch.sampling = False
-    watch.sampled(output.sampled_token_ids, counts)
-    return output, counts, rejected
 
 
 def _sampler_sample(shipped: Shipped, sampler: Any, *args: Any, **named: Any) -> Any:

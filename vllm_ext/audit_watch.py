@@ -16,11 +16,10 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
+from dflash_plugins.sampling import GREEDY_BELOW
 from vllm_ext import audit
 from vllm_ext.audit import PLACEHOLDER, Drafting, RequestAudit, Seen, Served, logger
 from vllm_ext.runner import draft_architectures, is_ours
-
-_GREEDY_BELOW = 1e-5  # as the engine has it
 
 
 @dataclass(frozen=True)
@@ -92,6 +91,7 @@ class Watch(ABC):
         self.report = audit.report(file_suffix(config))
         self.requests: dict[str, RequestAudit] = {}
         self.rows: Rows | None = None
+        self.sampling = False
 
     def schedule(self, output: Any) -> None:
         """Requests that come, come back, sit out or go with this step."""
@@ -121,8 +121,12 @@ class Watch(ABC):
             logger.warning("dflash-plugins: request %s has no prompt of token ids and is not audited", name)
             return
         self.report.counts.requests += 1
-        greedy = new.sampling_params.temperature < _GREEDY_BELOW
+        greedy = new.sampling_params.temperature < GREEDY_BELOW
         self.requests[name] = RequestAudit(ids, self.served, greedy=greedy, hit=new.num_computed_tokens)
+
+    @abstractmethod
+    def sampled(self, output: Any) -> None:
+        """What the step emits, as the runner's method that samples gives it back."""
 
     @abstractmethod
     def judged(self, request: int, emitted: int, greedy: bool) -> dict[str, Any]:
@@ -202,6 +206,19 @@ class Watches:
         if runner not in self._of:
             self._of[runner] = self._make(runner) if is_ours(draft_architectures(runner.vllm_config)) else None
         return self._of[runner]
+
+    def sample(self, shipped: Callable[..., Any], runner: Any, *args: Any, **kwargs: Any) -> Any:
+        """Around the engine's method that samples, within ``sample_tokens``: the target's logits count from here on."""
+        watch = self.running
+        if watch is None or watch.rows is None:
+            return shipped(runner, *args, **kwargs)
+        watch.sampling = True
+        try:
+            output = shipped(runner, *args, **kwargs)
+        finally:
+            watch.sampling = False
+        watch.sampled(output)
+        return output
 
     def sample_tokens(self, shipped: Callable[..., Any], runner: Any, *args: Any, **kwargs: Any) -> Any:
         """Around the engine's method of that name: the end of a step, at which everything of it has been seen."""

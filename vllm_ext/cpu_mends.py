@@ -16,7 +16,7 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -119,6 +119,13 @@ def _stand_in(state: _Mended) -> Kernel:
 
     stand_in.dflash_plugins_state = state  # type: ignore[attr-defined]
     return cast(Kernel, stand_in)
+
+
+MENDED_KERNELS: Mapping[str, Callable[[Kernel], Kernel]] = {
+    "_expand_kernel_impl": mended_expand_kernel,
+    "_rejection_random_sample_kernel_impl": mended_rejection_kernel,
+}
+"""What makes the stand-in of each kernel, by the kernel's name in ``vllm.utils.cpu_triton_utils``."""
 
 
 def kernel_fact(current: Kernel) -> str:

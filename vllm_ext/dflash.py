@@ -22,12 +22,18 @@ from vllm.model_executor.models.qwen3_dflash import DFlashQwen3ForCausalLM, DFla
 from vllm.model_executor.models.qwen3_dflash2 import CandidateSelector, DFlash2Qwen3DecoderLayer
 
 from dflash_plugins import __version__
-from dflash_plugins.checkpoint import Accounting, Header, account, id_map_findings, read_header
+from dflash_plugins.checkpoint import Header, account, id_map_findings, read_header
 from dflash_plugins.config import DraftConfig, TargetConfig, read_draft_config
 from dflash_plugins.errors import DFlashPluginsError, Refused
 from dflash_plugins.findings import Finding, Severity, errors
-from dflash_plugins.pair import k_findings, pair_findings, served_prefix_lengths, serving_dtype_findings
-from dflash_plugins.selector import candidates
+from dflash_plugins.pair import (
+    k_findings,
+    loop_mode_finding,
+    pair_findings,
+    served_prefix_lengths,
+    serving_dtype_findings,
+)
+from dflash_plugins.selector import SelectorTables, candidates
 from vllm_ext import cpu_mends, runner
 from vllm_ext.features import feature_findings
 from vllm_ext.hooks import AT_LOADING, drift
@@ -80,7 +86,7 @@ class DFlashPluginsDraftModel(DFlashQwen3ForCausalLM):
         self.draft_config = draft_config
         self.target = target_facts(vllm_config.model_config)
         self.num_proposals = _speculation(vllm_config).num_speculative_tokens
-        self.prefix_lengths = served_prefixes(draft_config, self.num_proposals)
+        self.prefix_lengths, _ = served_prefix_lengths(draft_config, self.num_proposals)
         self.non_finite_rows = 0
         self.context_k_norm = _mend_context_k_norm(cast(DraftModel, self.model))
         self._apply_scales(draft_config)
@@ -166,9 +172,7 @@ class DFlashPluginsDraftModel(DFlashQwen3ForCausalLM):
         accounting = account(self.draft_config, header_of(stored))
         fits = pair_findings(self.draft_config, self.target, own_embedding=accounting.own_embedding)
         # Warnings about the pair were given when the config was read.
-        where = Path(self.draft_model_config.model)
-        maps = id_map_findings_of(where, accounting, self.target)
-        _refuse("the drafter's checkpoint", [*errors(accounting.findings), *errors(fits), *maps])
+        _refuse("the drafter's checkpoint", [*errors(accounting.findings), *errors(fits)])
         tensors = {name: stored[kept] for name, kept in accounting.claimed.items()}
         mark_unwritten(self.named_parameters())
         super().load_weights(tensors.items())
@@ -198,16 +202,26 @@ class DFlashPluginsDraftModel(DFlashQwen3ForCausalLM):
         )
 
 
-def id_map_findings_of(directory: Path, stored: Accounting | None, target: TargetConfig) -> list[Finding]:
-    """What is wrong with the id map of a reduced head, read from a checkpoint on this disk that is whole otherwise."""
-    if stored is None or errors(stored.findings) or not directory.is_dir():
-        return []
-    return id_map_findings(directory, stored, target.vocab_size)
+class OnDrafter:
+    """What a ``Backbone`` of the core has of the ``drafter``, whichever runner's buffers its blocks lie in."""
 
+    @property
+    def drafter(self) -> DFlashPluginsDraftModel:
+        """The drafter, without what the engine may have wrapped around it."""
+        raise NotImplementedError
 
-def served_prefixes(config: DraftConfig, k: int) -> tuple[int, ...]:
-    """Prefix lengths of the passes at ``k`` proposals; none for a drafter that does not loop."""
-    return () if config.loop is None else served_prefix_lengths(config.loop, k)[0]
+    @property
+    def selector(self) -> SelectorTables | None:
+        """See ``Backbone``."""
+        return cast(SelectorTables | None, self.drafter.selector)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """See ``Backbone``."""
+        return self.drafter.draft_logits(hidden.flatten(0, 1)).unflatten(0, hidden.shape[:2])
+
+    def target_ids(self, draft_ids: torch.Tensor) -> torch.Tensor:
+        """See ``Backbone``."""
+        return self.drafter.target_ids(draft_ids)
 
 
 def engine_order(multiplier: float, cap: float | None) -> tuple[float, float | None]:
@@ -268,8 +282,9 @@ def served_config(vllm_config: VllmConfig, *, warn: bool = True) -> DraftConfig:
         *reading.findings,
         *pair_findings(reading.facts, target, own_embedding=stored.own_embedding if stored else None),
         *(stored.findings if stored else ()),
-        *id_map_findings_of(directory, stored, target),
     ]
+    if stored is not None and not errors(stored.findings):
+        found += id_map_findings(directory, stored, target.vocab_size)
     if reading.config is not None:
         # What is stored counts, not what the config says of it.
         dtype = stored.dtype if stored and stored.dtype else reading.config.dtype
@@ -316,16 +331,9 @@ def _v2_loop_findings(vllm_config: VllmConfig) -> list[Finding]:
 
 
 def _loop_findings(config: DraftConfig, k: int) -> list[Finding]:
-    if config.loop is None:
-        return []
-    if config.loop.mode != "refine":
-        mend = 'use mode "refine", or serve the backbone without dflash_config.dloop'
-        return [
-            Finding.error(
-                "loop-mode", "dflash_config.dloop.mode", config.loop.mode, "this mode is not served yet", mend
-            )
-        ]
-    return list(served_prefix_lengths(config.loop, k)[1])
+    mode = None if config.loop is None else config.loop.mode
+    unserved = [] if mode in (None, "refine") else [loop_mode_finding(mode)]
+    return [*unserved, *served_prefix_lengths(config, k)[1]]
 
 
 def _place_findings(config: DraftConfig, vllm_config: VllmConfig) -> list[Finding]:

@@ -127,12 +127,16 @@ REJECTION_KERNEL_TAKEN = Hook(
 )
 
 _PROPOSER = "vllm.v1.spec_decode.dflash"
+_RUNNER_V1 = "vllm.v1.worker.gpu_model_runner"
+_RUNNER_V2 = "vllm.v1.worker.gpu.model_runner"
+_SPECULATORS = "vllm.v1.worker.gpu.spec_decode"
+_SPECULATOR = f"{_SPECULATORS}.dflash.speculator"
 
 # Checked in a worker whose V1 runner is to draft DFlash 2 or D-Loop, before its runner is built.
 AT_RUNNER_V1 = (
-    Hook("vllm.v1.worker.gpu_model_runner", "DFlashProposer", Use.REPLACED, "to draft by the core's passes"),
+    Hook(_RUNNER_V1, "DFlashProposer", Use.REPLACED, "to draft by the core's passes"),
     Hook(
-        "vllm.v1.worker.gpu_model_runner",
+        _RUNNER_V1,
         "GPUModelRunner.__init__",
         Use.READ,
         "to be sure that the runner takes the proposer by this name",
@@ -182,20 +186,19 @@ AT_RUNNER_V1 = (
     Hook("vllm.v1.sample.sampler", "_SAMPLING_EPS", Use.READ, "to call the same requests greedy as the engine"),
 )
 
-_SPECULATORS = "vllm.v1.worker.gpu.spec_decode"
 
 # Checked in a worker whose V2 runner is to draft D-Loop, before its runner is built.
 AT_RUNNER_V2 = (
     Hook(
-        "vllm.v1.worker.gpu.spec_decode",
+        _SPECULATORS,
         "init_speculator",
         Use.REPLACED,
         "to build our speculator",
         parameters=("vllm_config", "device"),
     ),
-    Hook("vllm.v1.worker.gpu.model_runner", "init_speculator", Use.REPLACED, "as the runner took it by name"),
+    Hook(_RUNNER_V2, "init_speculator", Use.REPLACED, "as the runner took it by name"),
     Hook(
-        f"{_SPECULATORS}.dflash.speculator",
+        _SPECULATOR,
         "DFlashSpeculator._generate_draft",
         Use.OVERRIDDEN,
         "to run further passes inside what a CUDA graph captures whole",
@@ -222,7 +225,7 @@ AT_RUNNER_V2 = (
         ),
     ),
     Hook(
-        f"{_SPECULATORS}.dflash.speculator",
+        _SPECULATOR,
         "DFlashSpeculator._run_model",
         Use.CALLED,
         "to run a pass over the ids in the input buffer",
@@ -251,8 +254,6 @@ AT_RUNNER_V2 = (
         reads=("is_drafting", "logits_cache", "logits_cache_col", "use_fp64"),
     ),
 )
-
-_RUNNER_V1 = "vllm.v1.worker.gpu_model_runner"
 
 # The arguments of the V2 runner's ``prepare_dflash_inputs``, which it is given by position.
 DRAFTER_ARGUMENTS = (
@@ -350,8 +351,6 @@ AT_AUDIT_V1 = (
     ),
 )
 
-_RUNNER_V2 = "vllm.v1.worker.gpu.model_runner"
-_SPECULATOR = "vllm.v1.worker.gpu.spec_decode.dflash.speculator"
 
 # Checked in a worker whose V2 runner is to be audited, before its runner is built.
 AT_AUDIT_V2 = (
@@ -399,7 +398,7 @@ AT_AUDIT_V2 = (
         reads=("apply_sampling_params", "_sample_random"),
     ),
     Hook(
-        "vllm.v1.worker.gpu.spec_decode.rejection_sampler",
+        f"{_SPECULATORS}.rejection_sampler",
         "rejection_sample",
         Use.REPLACED,
         "to see the target's logits of a step with proposals, the proposals, and what q is made of",
@@ -416,7 +415,7 @@ AT_AUDIT_V2 = (
         ),
     ),
     Hook(
-        "vllm.v1.worker.gpu.spec_decode.rejection_sampler",
+        f"{_SPECULATORS}.rejection_sampler",
         "RejectionSampler._verify",
         Use.READ,
         "to be sure that it takes that function by this name, after the sampling rules",

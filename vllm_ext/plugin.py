@@ -112,14 +112,10 @@ def _register_on(switches: Switches) -> None:
         logger.debug("dflash-plugins: not a CPU platform, nothing to mend")
         return
     _register_mended_drafters()
-    if switches.no_expand_kernel:
-        logger.warning("dflash-plugins: the mend of the expand kernel is off (%s)", NO_EXPAND_KERNEL)
-    else:
-        _register_expand_kernel()
-    if switches.no_rejection_kernel:
-        logger.warning("dflash-plugins: the mend of the rejection kernel is off (%s)", NO_REJECTION_KERNEL)
-    else:
-        _register_rejection_kernel()
+    _register_kernel("expand kernel", EXPAND_KERNEL, EXPAND_KERNEL_TAKEN, NO_EXPAND_KERNEL, switches.no_expand_kernel)
+    _register_kernel(
+        "rejection kernel", REJECTION_KERNEL, REJECTION_KERNEL_TAKEN, NO_REJECTION_KERNEL, switches.no_rejection_kernel
+    )
 
 
 def _register_loop() -> None:
@@ -155,27 +151,18 @@ def _register_mended_drafters() -> None:
             logger.error("dflash-plugins: this vLLM does not serve %s, its drafter is not registered", architecture)
 
 
-def _register_expand_kernel() -> None:
-    sentences = drift((EXPAND_KERNEL, EXPAND_KERNEL_TAKEN))
+def _register_kernel(what: str, kernel: Hook, taken: Hook, switch: str, off: bool) -> None:
+    """Put a stand-in for the engine's ``kernel`` in its place, unless that is ``off`` or the engine has changed."""
+    if off:
+        logger.warning("dflash-plugins: the mend of the %s is off (%s)", what, switch)
+        return
+    sentences = drift((kernel, taken))
     if sentences:
-        logger.error("dflash-plugins: the expand kernel is not mended, vLLM has changed: %s", "; ".join(sentences))
+        logger.error("dflash-plugins: the %s is not mended, vLLM has changed: %s", what, "; ".join(sentences))
         return
     from vllm.utils import cpu_triton_utils
 
-    from vllm_ext.cpu_mends import mended_expand_kernel
+    from vllm_ext.cpu_mends import MENDED_KERNELS
 
-    stand_in = mended_expand_kernel(cpu_triton_utils._expand_kernel_impl)
-    _patches.attribute(cpu_triton_utils, "_expand_kernel_impl", stand_in)
-
-
-def _register_rejection_kernel() -> None:
-    sentences = drift((REJECTION_KERNEL, REJECTION_KERNEL_TAKEN))
-    if sentences:
-        logger.error("dflash-plugins: the rejection kernel is not mended, vLLM has changed: %s", "; ".join(sentences))
-        return
-    from vllm.utils import cpu_triton_utils
-
-    from vllm_ext.cpu_mends import mended_rejection_kernel
-
-    stand_in = mended_rejection_kernel(cpu_triton_utils._rejection_random_sample_kernel_impl)
-    _patches.attribute(cpu_triton_utils, "_rejection_random_sample_kernel_impl", stand_in)
+    stand_in = MENDED_KERNELS[kernel.attribute](getattr(cpu_triton_utils, kernel.attribute))
+    _patches.attribute(cpu_triton_utils, kernel.attribute, stand_in)

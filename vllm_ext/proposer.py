@@ -19,8 +19,8 @@ from vllm.v1.spec_decode.dflash import DFlashProposer
 
 from dflash_plugins.methods.base import Drafted, choose_by_argmax, draft_in_passes, realised_q
 from dflash_plugins.proposals import Dense, Distribution, Sparse
-from dflash_plugins.selector import Choose, SelectorTables, choose_by_uniforms
-from vllm_ext.dflash import DFlashPluginsDraftModel
+from dflash_plugins.selector import Choose, choose_by_uniforms
+from vllm_ext.dflash import DFlashPluginsDraftModel, OnDrafter
 
 logger = logging.getLogger("vllm.dflash_plugins")
 
@@ -109,7 +109,7 @@ class DFlashPluginsProposer(DFlashProposer):
         return q.flatten(0, 1)
 
 
-class EngineBlock:
+class EngineBlock(OnDrafter):
     """``Backbone`` of the core on the proposer's buffers after its first pass.
 
     ``hidden_states`` [R * K, H], request by request, are the mask rows of that pass.
@@ -122,21 +122,17 @@ class EngineBlock:
         self.block = proposer.input_ids[: len(self._first) * width].view(-1, width)
 
     @property
-    def selector(self) -> SelectorTables | None:
-        return cast(SelectorTables | None, self._proposer.drafter.selector)
+    def drafter(self) -> DFlashPluginsDraftModel:
+        """See ``OnDrafter``."""
+        return self._proposer.drafter
 
     def hidden(self, known: torch.Tensor, slots: slice) -> torch.Tensor:
+        """See ``Backbone``. The first pass has been run by the engine."""
         if slots.start == 0:
             return self._first[:, slots]
         self.block[:, 1 : slots.start + 1] = known
         rows = self._proposer.run_pass_again()[: self.block.numel()]
         return rows.view(*self.block.shape, -1)[:, slots.start + 1 : slots.stop + 1]
-
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self._proposer.drafter.draft_logits(hidden.flatten(0, 1)).view(*hidden.shape[:2], -1)
-
-    def target_ids(self, draft_ids: torch.Tensor) -> torch.Tensor:
-        return self._proposer.drafter.target_ids(draft_ids)
 
 
 def dense(q: Distribution, vocab_size: int) -> torch.Tensor:

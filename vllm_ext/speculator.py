@@ -26,8 +26,8 @@ from vllm.v1.worker.gpu.spec_decode.dflash.speculator import DFlashSpeculator
 from vllm.v1.worker.gpu.spec_decode.dflash2.speculator import DFlash2Speculator
 
 from dflash_plugins.methods.base import Drafted, choose_by_argmax, draft_in_passes
-from dflash_plugins.selector import Choice, SelectorTables
-from vllm_ext.dflash import DFlashPluginsDraftModel, served_config
+from dflash_plugins.selector import Choice
+from vllm_ext.dflash import DFlashPluginsDraftModel, OnDrafter, served_config
 from vllm_ext.runner import DLOOP, draft_architectures
 
 InitSpeculator = Callable[..., Any]
@@ -54,7 +54,7 @@ def speculator_for(vllm_config: VllmConfig, device: torch.device) -> LoopSpecula
 
 
 @dataclass(frozen=True)
-class EngineBlocks:
+class EngineBlocks(OnDrafter):
     """``Backbone`` of the core on the blocks in the speculator's buffers; ``run`` is one forward, hidden [N, H]."""
 
     speculator: LoopSpeculator
@@ -68,9 +68,9 @@ class EngineBlocks:
         return self.speculator.input_buffers.input_ids[: self.num_reqs * width].view(self.num_reqs, width)
 
     @property
-    def selector(self) -> SelectorTables | None:
-        """See ``Backbone``."""
-        return cast(SelectorTables | None, self.speculator.drafter.selector)
+    def drafter(self) -> DFlashPluginsDraftModel:
+        """See ``OnDrafter``."""
+        return self.speculator.drafter
 
     def hidden(self, known: Tensor, slots: slice) -> Tensor:
         """See ``Backbone``. Every pass rewrites the K/V of the block's own rows at the same places."""
@@ -78,14 +78,6 @@ class EngineBlocks:
         k = self.speculator.num_speculative_steps
         rows = self.run()[self.speculator.sample_indices[: self.num_reqs * k]]
         return rows.view(self.num_reqs, k, -1)[:, slots]
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """See ``Backbone``."""
-        return self.speculator.drafter.draft_logits(hidden.flatten(0, 1)).unflatten(0, hidden.shape[:2])
-
-    def target_ids(self, draft_ids: Tensor) -> Tensor:
-        """See ``Backbone``."""
-        return self.speculator.drafter.target_ids(draft_ids)
 
 
 class LoopSpeculator(DFlashSpeculator):

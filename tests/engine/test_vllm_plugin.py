@@ -191,7 +191,7 @@ def test_an_engine_that_does_not_know_an_architecture_is_said(engine, caplog):
 
 
 def test_an_exception_undoes_what_was_done_and_does_not_leave(engine, monkeypatch, caplog):
-    monkeypatch.setattr(plugin, "_register_expand_kernel", lambda: 1 / 0)
+    monkeypatch.setattr(plugin, "_register_kernel", lambda *_: 1 / 0)
     plugin.register()
     assert engine.models[runner.DFLASH] == "theirs"
     assert "nothing is registered" in caplog.text
