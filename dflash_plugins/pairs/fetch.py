@@ -105,7 +105,7 @@ def _drafter_row(drafter: EmbeddedDrafter) -> dict[str, Any]:
 def _ready_folder(drafter: EmbeddedDrafter, shipped: _Shipped) -> Path | None:
     if shipped.as_it_is:
         return shipped.source
-    folder = _made_folder(drafter)
+    folder = _default_folder(drafter)
     return folder if _is_current(folder, shipped.manifest(drafter.name)) else None
 
 
@@ -113,8 +113,21 @@ def _known() -> str:
     return "known: " + ", ".join([*TARGETS, *DRAFTERS])
 
 
-def _default_folder(target: EmbeddedTarget) -> Path:
-    return cache_root() / "models" / target.name
+def _default_folder(model: EmbeddedTarget | EmbeddedDrafter) -> Path:
+    return cache_root() / "models" / model.name
+
+
+def _made(folder: Path, manifest: dict[str, Any], make: Callable[[Path], None]) -> Path:
+    """``folder``, where ``make(scratch)`` fills ``scratch / "model"`` with what goes there unless it is there already."""
+    if _is_current(folder, manifest):
+        return folder
+    with _building(folder) as scratch:
+        if not _is_current(folder, manifest):  # another process may have built it while this one waited
+            _refuse_occupied(folder)
+            make(scratch)
+            (scratch / "model" / MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
+            _put_in_place(scratch / "model", folder)
+    return folder
 
 
 # Targets
@@ -122,15 +135,7 @@ def _default_folder(target: EmbeddedTarget) -> Path:
 
 def _fetch_target(target: EmbeddedTarget, to: Path | None, report: Report) -> Path:
     folder = (to or _default_folder(target)).expanduser().resolve()
-    manifest = _manifest(target)
-    if _is_current(folder, manifest):
-        return folder
-    with _building(folder) as scratch:
-        if not _is_current(folder, manifest):  # another process may have built it while this one waited
-            _refuse_occupied(folder)
-            _build_target(target, scratch, report)
-            _put_in_place(scratch / "model", folder)
-    return folder
+    return _made(folder, _manifest(target), lambda scratch: _build_target(target, scratch, report))
 
 
 def _manifest(target: EmbeddedTarget) -> dict[str, Any]:
@@ -193,7 +198,6 @@ def _build_target(target: EmbeddedTarget, scratch: Path, report: Report) -> None
     for path in model.iterdir():
         path.chmod(0o644)  # safetensors writes files that only their owner can read
     (model / "README.md").write_text(_target_card(target), encoding="utf-8")
-    (model / MANIFEST).write_text(json.dumps(_manifest(target), indent=1), encoding="utf-8")
 
 
 def _download(target: EmbeddedTarget, scratch: Path, report: Report) -> Path:
@@ -267,20 +271,9 @@ def _fetch_drafter(drafter: EmbeddedDrafter, to: Path | None, report: Report) ->
     shipped = _require_shipped(drafter)
     if to is None and shipped.as_it_is:
         return shipped.source
-    folder = (to or _made_folder(drafter)).expanduser().resolve()
-    manifest = shipped.manifest(drafter.name)
+    folder = (to or _default_folder(drafter)).expanduser().resolve()
     target = _fetch_target(TARGETS[drafter.target], None, report) if shipped.headless else None
-    with _building(folder) as scratch:
-        if not _is_current(folder, manifest):
-            _refuse_occupied(folder)
-            _make_drafter(shipped, target, scratch)
-            (scratch / "model" / MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
-            _put_in_place(scratch / "model", folder)
-    return folder
-
-
-def _made_folder(drafter: EmbeddedDrafter) -> Path:
-    return cache_root() / "models" / drafter.name
+    return _made(folder, shipped.manifest(drafter.name), lambda scratch: _make_drafter(shipped, target, scratch))
 
 
 def _require_shipped(drafter: EmbeddedDrafter) -> _Shipped:
