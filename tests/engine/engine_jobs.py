@@ -32,14 +32,20 @@ def prompts(vocab, lengths=LENGTHS):
     return [[draw.randrange(3, vocab - 1) for _ in range(n)] for n in lengths]
 
 
+def params(request):
+    """Sampling parameters of {prompt, ...sampling parameters}, greedy unless told."""
+    own = {key: value for key, value in request.items() if key != "prompt"}
+    return SamplingParams(**({"temperature": 0, "detokenize": False} | own))
+
+
+def runner_of(llm):
+    return llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
+
+
 def generate(llm, requests):
     """[{ids, reason}] of [{prompt, ...sampling parameters}] given to the engine at once."""
     inputs = [{"prompt_token_ids": request["prompt"]} for request in requests]
-    params = [
-        SamplingParams(**({"temperature": 0, "detokenize": False} | {k: v for k, v in r.items() if k != "prompt"}))
-        for r in requests
-    ]
-    outputs = llm.generate(inputs, params, use_tqdm=False)
+    outputs = llm.generate(inputs, [params(request) for request in requests], use_tqdm=False)
     return [{"ids": list(o.outputs[0].token_ids), "reason": o.outputs[0].finish_reason} for o in outputs]
 
 
@@ -212,8 +218,7 @@ def features(target, layers, vocab, out):
 
     options = {"max_model_len": 128, "max_num_batched_tokens": 32, "enable_prefix_caching": False}
     llm = build(target, async_scheduling=False, **options)
-    core = llm.llm_engine.engine_core.engine_core
-    recorder = FeatureRecorder(core.model_executor.driver_worker.worker.model_runner, layers)
+    recorder = FeatureRecorder(runner_of(llm), layers)
     inputs = [{"prompt_token_ids": prompt} for prompt in prompts(vocab)]
     params = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True, detokenize=False)
     found = []

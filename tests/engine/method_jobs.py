@@ -4,8 +4,7 @@ import json
 import sys
 from pathlib import Path
 
-from engine_jobs import Drafts, build, free_blocks, metric
-from vllm import SamplingParams
+from engine_jobs import Drafts, build, free_blocks, metric, params, runner_of
 
 # Less room in a step than the requests want, so that prompts come in chunks and running requests wait. One takes
 # K + 1 rows and K more for drafting: 8 of them leave 12, in which one more has only some of its proposals verified.
@@ -14,12 +13,6 @@ SIZES = {
     "logprobs_mode": "raw_logits",
 }  # fmt: skip
 STEPS = 2000
-
-
-def params(request):
-    return SamplingParams(
-        **({"temperature": 0, "detokenize": False} | {k: v for k, v in request.items() if k != "prompt"})
-    )
 
 
 def answers(llm, requests, aborted=(), after=4):
@@ -91,7 +84,7 @@ def served(target, drafter, requests, cut, sampled, vocab, out):
     hits = metric(llm, "vllm:prefix_cache_hits")
     wave("prefix cache", requests)
     result["hits"] = metric(llm, "vllm:prefix_cache_hits") - hits
-    proposer = proposer_of(llm)
+    proposer = runner_of(llm).drafter
     for proposer._enable_probabilistic_draft_probs, name in ((True, "drawn drafts"), (False, "greedy drafts")):
         mixed = answers(llm, [one for pair in zip(requests, sampled, strict=True) for one in pair])
         result["waves"][name], result["rounds"][name] = mixed[::2], drafts.take()
@@ -105,10 +98,6 @@ def fewer(target, drafter, requests, k, vocab, out):
     drafts = Drafts([], vocab)
     texts = answers(llm, requests)
     Path(out).write_text(json.dumps({"texts": texts, "rounds": drafts.take(), "emitted": emitted(llm)}))
-
-
-def proposer_of(llm):
-    return llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner.drafter
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import torch
-from engine_jobs import build, metric
+from engine_jobs import build, metric, runner_of
 from vllm import SamplingParams
 
 from dflash_plugins.selector import Choice
@@ -21,7 +21,7 @@ def sampled(target, drafter, prompt, rules, samples, out):
     The last draws nothing either, but tells the engine that its proposals came from the softmax of their scores.
     """
     llm = build(target, drafter, k=K, draft_sample_method="probabilistic", **SIZES)
-    proposer = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner.drafter
+    proposer = runner_of(llm).drafter
     result = {"drawn": draw(llm, prompt, rules, samples)}
     plant(proposer)
     result["planted"] = draw(llm, prompt, {"temperature": rules["temperature"]}, samples)

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import tiny
 import torch
+from exact_law import pearson
 
 pytestmark = pytest.mark.engine
 
@@ -244,17 +245,6 @@ def exact_marginals(target_path, prompt):
     return first @ seconds, joint.flatten() @ thirds
 
 
-def chi_square_p(counts, expected):
-    """Upper tail of Pearson's statistic, cells expected below 5 put together."""
-    small = expected < 5
-    if bool(small.any()):
-        counts = torch.cat([counts[~small], counts[small].sum()[None]])
-        expected = torch.cat([expected[~small], expected[small].sum()[None]])
-    statistic = ((counts - expected) ** 2 / expected).sum()
-    freedom = torch.tensor((len(counts) - 1) / 2, dtype=torch.float64)
-    return float(torch.special.gammaincc(freedom, statistic / 2))
-
-
 @pytest.mark.slow
 def test_sampled_tokens_follow_the_target_and_do_not_when_the_mend_is_off(run_job, small_pair):
     """Fails when a release mends bug B: then the mend can go."""
@@ -268,7 +258,7 @@ def test_sampled_tokens_follow_the_target_and_do_not_when_the_mend_is_off(run_jo
         for name in ("mended", "shipped"):
             drawn = torch.tensor([ids[place] for ids in got[name]])
             counts = torch.bincount(drawn, minlength=SMALL_VOCAB).double()
-            p[name] = chi_square_p(counts, marginal * SAMPLES)
+            p[name], _ = pearson(counts, marginal * SAMPLES)
         assert p["mended"] > ALPHA
         assert p["shipped"] < ALPHA
 
@@ -276,7 +266,7 @@ def test_sampled_tokens_follow_the_target_and_do_not_when_the_mend_is_off(run_jo
 def test_chi_square_of_hand_made_counts():
     """Pearson's statistic of (60, 40) against (50, 50) is 4; one degree of freedom leaves 0.0455."""
     two = torch.tensor([60.0, 40.0], dtype=torch.float64), torch.tensor([50.0, 50.0], dtype=torch.float64)
-    assert chi_square_p(*two) == pytest.approx(0.0455, abs=1e-4)
+    assert pearson(*two)[0] == pytest.approx(0.0455, abs=1e-4)
 
 
 @pytest.fixture(scope="module")

@@ -33,7 +33,18 @@ def connector(role, store):
 
 
 @pytest.fixture(scope="module")
-def served(run_job, tmp_path_factory):
+def features(run_job):
+    """``features(variants, **other)``: the job of that name, on the trained pairs and our requests unless told."""
+
+    def run(variants, **other):
+        common = {"target": trained.pair("dflash")[0], "drafters": drafters(), "requests": requests()}
+        return run_job("features", script="feature_jobs.py", variants=variants, **(common | other))
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def served(features, tmp_path_factory):
     """Everything that fits into one process, every method with every feature."""
     store = tmp_path_factory.mktemp("store")
     variants = {
@@ -43,12 +54,8 @@ def served(run_job, tmp_path_factory):
         "produce": connector("kv_producer", store),
         "consume": connector("kv_consumer", store),
     }
-    target, _ = trained.pair("dflash")
-    common = {"target": target, "requests": requests(), "script": "feature_jobs.py"}
-    plain = run_job("features", drafters={"plain": ""}, variants={"default": {}}, **common)
-    return run_job("features", drafters=drafters(), variants=variants, **common) | {
-        "plain": plain["default"]["plain"]["waves"][0]
-    }
+    plain = features({"default": {}}, drafters={"plain": ""})
+    return features(variants) | {"plain": plain["default"]["plain"]["waves"][0]}
 
 
 def by_place(wave):
@@ -100,19 +107,10 @@ def test_a_transferred_prompt_is_drafted_after_as_one_computed_here(served, meth
 
 
 @pytest.mark.slow
-def test_asynchronous_scheduling_changes_nothing(served, run_job):
+def test_asynchronous_scheduling_changes_nothing(served, features):
     """The engine's CPU platform switches it off whatever is asked for; here its runner is made to do it."""
     assert served["async when asked for"] is False
-    target, _ = trained.pair("dflash")
-    done = run_job(
-        "features",
-        script="feature_jobs.py",
-        target=target,
-        drafters=drafters(),
-        requests=requests(),
-        variants={"on": {"async_scheduling": True}},
-        forced_async=True,
-    )
+    done = features({"on": {"async_scheduling": True}}, forced_async=True)
     for method in METHODS:
         assert done["on"][method]["async"] is True
         assert served["default"][method]["async"] is False
@@ -123,17 +121,8 @@ def test_asynchronous_scheduling_changes_nothing(served, run_job):
 
 
 @pytest.mark.slow
-def test_two_ranks_write_and_draft_what_one_does(served, run_job):
-    target, _ = trained.pair("dflash")
-    done = run_job(
-        "features",
-        script="feature_jobs.py",
-        target=target,
-        drafters=drafters(),
-        requests=requests(),
-        variants={"two": {"tensor_parallel_size": 2}},
-        environment=TWO_RANKS,
-    )["two"]
+def test_two_ranks_write_and_draft_what_one_does(served, features):
+    done = features({"two": {"tensor_parallel_size": 2}}, environment=TWO_RANKS)["two"]
     for method in METHODS:
         assert done[method]["waves"] == [served["plain"]] * 2
         for wave, one in zip(done[method]["drafts"], served["default"][method]["drafts"], strict=True):
@@ -170,20 +159,15 @@ def own_weights(raw):
 
 
 @pytest.mark.slow
-def test_ties_go_to_the_lowest_id_on_every_rank(tied, run_job):
+def test_ties_go_to_the_lowest_id_on_every_rank(tied, features):
     generator = torch.Generator().manual_seed(1)
     prompts = [torch.randint(3, tiny.VOCAB, (n,), generator=generator).tolist() for n in (5, 9, 20)]
     asked = [{"prompt": prompt, "max_tokens": 8} for prompt in prompts]
     ranks = {}
     for count in (1, 2):
-        ranks[count] = run_job(
-            "features",
-            script="feature_jobs.py",
-            **tied,
-            requests=asked,
-            variants={"tied": {"tensor_parallel_size": count}},
-            environment=TWO_RANKS if count == 2 else None,
-        )["tied"]
+        where = TWO_RANKS if count == 2 else None
+        variants = {"tied": {"tensor_parallel_size": count}}
+        ranks[count] = features(variants, **tied, requests=asked, environment=where)["tied"]
     for name in tied["drafters"]:
         one, two = ranks[1][name], ranks[2][name]
         assert two["waves"] == one["waves"]
@@ -195,17 +179,9 @@ def test_ties_go_to_the_lowest_id_on_every_rank(tied, run_job):
 
 
 @pytest.mark.slow
-def test_pipeline_ranks_are_refused(run_job):
-    target, drafter = trained.pair("dloop-selector")
-    done = run_job(
-        "features",
-        script="feature_jobs.py",
-        target=target,
-        drafters={"dloop-selector": drafter},
-        requests=requests(),
-        variants={"two": {"pipeline_parallel_size": 2}},
-        environment=TWO_RANKS,
-    )
+def test_pipeline_ranks_are_refused(features):
+    only = {"dloop-selector": str(trained.pair("dloop-selector")[1])}
+    done = features({"two": {"pipeline_parallel_size": 2}}, drafters=only, environment=TWO_RANKS)
     assert "said" in done["two"]["dloop-selector"]
     assert "[pipeline-parallel] pipeline_parallel_size = 2" in done["log"]
 
