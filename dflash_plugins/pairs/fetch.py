@@ -118,7 +118,7 @@ def _default_folder(model: EmbeddedTarget | EmbeddedDrafter) -> Path:
 
 
 def _made(folder: Path, manifest: dict[str, Any], make: Callable[[Path], None]) -> Path:
-    """``folder``, where ``make(scratch)`` fills ``scratch / "model"`` with what goes there unless it is there already."""
+    """``folder``; unless it is there already, ``make(scratch)`` fills ``scratch / "model"`` with what goes there."""
     if _is_current(folder, manifest):
         return folder
     with _building(folder) as scratch:
