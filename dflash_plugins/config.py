@@ -12,10 +12,11 @@ from dflash_plugins.config_models import (
     SelectorConfig,
     TargetConfig,
 )
-from dflash_plugins.config_read import OUR_ARCHITECTURES, read_draft_config, read_target_config
+from dflash_plugins.config_read import ARCHITECTURE_OF, OUR_ARCHITECTURES, read_draft_config, read_target_config
 from dflash_plugins.config_write import to_flat, to_nested
 
 __all__ = [
+    "ARCHITECTURE_OF",
     "OUR_ARCHITECTURES",
     "ConvConfig",
     "DraftConfig",

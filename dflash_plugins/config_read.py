@@ -24,7 +24,8 @@ OUR_ARCHITECTURES: Mapping[str, MethodName] = {
     # vLLM prefixes an architecture that neither starts nor ends with DFlash, and asks its registry for this one.
     "DFlashDLoopDraftModel": "dloop",
 }
-_SPECULATORS_TYPES: Mapping[str, str] = {
+# Of each method, as released; speculators names its layouts by the same words.
+ARCHITECTURE_OF: Mapping[str, str] = {
     "dflash": "DFlashDraftModel",
     "dflash2": "DFlash2DraftModel",
     "dloop": "DLoopDraftModel",
@@ -482,7 +483,7 @@ def _read_architecture(r: _Reader) -> None:
     kind = r.raw.get("speculators_model_type")
     names = r.raw.get("architectures")
     if kind is not None:
-        name, path = _SPECULATORS_TYPES.get(str(kind), str(kind)), "speculators_model_type"
+        name, path = ARCHITECTURE_OF.get(str(kind), str(kind)), "speculators_model_type"
     elif isinstance(names, list) and len(names) == 1 and isinstance(names[0], str):
         name, path = names[0], "architectures"
     else:

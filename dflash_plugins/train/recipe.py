@@ -11,13 +11,19 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
-from dflash_plugins.config import ConvConfig, DraftConfig, LoopConfig, SelectorConfig, read_target_config
+from dflash_plugins.config import (
+    ARCHITECTURE_OF,
+    ConvConfig,
+    DraftConfig,
+    LoopConfig,
+    SelectorConfig,
+    read_target_config,
+)
 from dflash_plugins.errors import BadInput
 from dflash_plugins.train.losses import GAMMA_BY_BLOCK
 
 WARMUP_STEPS = 100
 FINAL_LR_SHARE = 0.02
-ARCHITECTURES = {"dflash": "DFlashDraftModel", "dflash2": "DFlash2DraftModel", "dloop": "DLoopDraftModel"}
 
 Count = Annotated[int, Field(gt=0)]
 Index = Annotated[int, Field(ge=0)]
@@ -131,7 +137,7 @@ def draft_config(
     heads = raw["num_attention_heads"]
     return DraftConfig(
         method=recipe.method,
-        architecture=ARCHITECTURES[recipe.method],
+        architecture=ARCHITECTURE_OF[recipe.method],
         block_size=recipe.block_size,
         mask_token_id=recipe.mask_token_id,
         target_layer_ids=target_layer_ids,

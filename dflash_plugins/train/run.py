@@ -8,10 +8,11 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
+from dflash_plugins.config import ARCHITECTURE_OF
 from dflash_plugins.errors import BadInput
 from dflash_plugins.train.answers import build_store, read_answers
 from dflash_plugins.train.export import DRAFTER_FOLDER, export_drafter, model_card
-from dflash_plugins.train.recipe import ARCHITECTURES, Recipe
+from dflash_plugins.train.recipe import Recipe
 from dflash_plugins.train.state import trained_parameters
 from dflash_plugins.train.trainer import Progress, Trainer
 
@@ -97,8 +98,8 @@ def _store(data: Path, target: Path, layer_ids: Any, report: Report) -> Path:
 
 
 def _recipe(method: str, steps: int | None, settings: dict[str, Any]) -> Recipe:
-    if method not in ARCHITECTURES:
-        raise BadInput(f"--method {method}: known are {', '.join(ARCHITECTURES)}")
+    if method not in ARCHITECTURE_OF:
+        raise BadInput(f"--method {method}: known are {', '.join(ARCHITECTURE_OF)}")
     return Recipe.of({**settings, **({} if steps is None else {"steps": steps}), "method": method})
 
 
