@@ -9,8 +9,9 @@ from dataclasses import replace
 
 import pytest
 
+from dflash_plugins import hooks
 from dflash_plugins.errors import BadInput
-from vllm_ext import audit, hooks, runner
+from vllm_ext import audit, runner
 from vllm_ext.audit import Drafting, Report, RequestAudit, Seen, Served
 
 PROMPT, SERVED, MASK = (10, 11, 12, 13, 14), Served(3, 50, 49), 49

@@ -27,8 +27,9 @@ from typing import IO, Any, NoReturn
 
 from dflash_plugins.alignment import Commit, Forward, Phase, RequestAlignment, TransitionError
 from dflash_plugins.errors import BadInput, DFlashPluginsError
+from dflash_plugins.hooks import Patches, drift
 from dflash_plugins.verify import verify_greedy_block
-from vllm_ext.hooks import AT_AUDIT_V1, AT_AUDIT_V2, Patches, drift
+from vllm_ext.hooks import AT_AUDIT_V1, AT_AUDIT_V2
 from vllm_ext.runner import AUDIT
 
 # A child of vLLM's own logger, so that lines reach whatever handler and level the server was given.

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dflash_plugins.hooks import Patches
 from vllm_ext.audit_watch import (
     DrafterInputs,
     Rows,
@@ -18,7 +19,6 @@ from vllm_ext.audit_watch import (
     without_filling,
     wrapped,
 )
-from vllm_ext.hooks import Patches
 
 Shipped = Callable[..., Any]
 

@@ -26,6 +26,7 @@ from dflash_plugins.checkpoint import Header, account, id_map_findings, read_hea
 from dflash_plugins.config import DraftConfig, TargetConfig, read_draft_config
 from dflash_plugins.errors import DFlashPluginsError, Refused
 from dflash_plugins.findings import Finding, Severity, errors
+from dflash_plugins.hooks import drift
 from dflash_plugins.pair import (
     k_findings,
     loop_mode_finding,
@@ -36,7 +37,7 @@ from dflash_plugins.pair import (
 from dflash_plugins.selector import SelectorTables, candidates
 from vllm_ext import cpu_mends, runner
 from vllm_ext.features import feature_findings
-from vllm_ext.hooks import AT_LOADING, drift
+from vllm_ext.hooks import AT_LOADING
 from vllm_ext.plugin import DISABLE, read_switches
 
 logger = logging.getLogger("vllm.dflash_plugins")

@@ -14,6 +14,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from dflash_plugins.hooks import Hook, Patches, drift
 from vllm_ext import runner
 from vllm_ext.hooks import (
     AT_REGISTRATION,
@@ -22,9 +23,6 @@ from vllm_ext.hooks import (
     REJECTION_KERNEL,
     REJECTION_KERNEL_TAKEN,
     WORKER_BASE,
-    Hook,
-    Patches,
-    drift,
 )
 
 # A child of vLLM's own logger, so that lines reach whatever handler and level the server was given.

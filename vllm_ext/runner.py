@@ -15,7 +15,8 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from vllm_ext.hooks import AT_RUNNER_V1, AT_RUNNER_V2, Patches, drift
+from dflash_plugins.hooks import Patches, drift
+from vllm_ext.hooks import AT_RUNNER_V1, AT_RUNNER_V2
 
 logger = logging.getLogger("vllm.dflash_plugins")
 

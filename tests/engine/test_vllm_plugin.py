@@ -11,7 +11,9 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from vllm_ext import hooks, plugin, runner
+from dflash_plugins import hooks
+from vllm_ext import hooks as tables
+from vllm_ext import plugin, runner
 
 OURS = runner.DRAFTER_CLASS
 
@@ -259,7 +261,7 @@ class WorkerBase:
 
 def test_a_worker_in_a_process_of_its_own_is_met_too(engine, monkeypatch):
     """Its first call with the config comes before it loads plugins, so only its constructor is left to be wrapped."""
-    module, shipped = ModuleType(hooks.WORKER_BASE.module), WorkerBase.__init__
+    module, shipped = ModuleType(tables.WORKER_BASE.module), WorkerBase.__init__
     module.WorkerBase = WorkerBase
     monkeypatch.setitem(sys.modules, module.__name__, module)
     monkeypatch.setattr(runner, "drift", lambda rows: ["it moved"])
@@ -314,10 +316,10 @@ def test_drift_names_what_a_function_no_longer_uses():
 @pytest.mark.engine
 def test_the_installed_vllm_is_as_every_row_says():
     pytest.importorskip("vllm")
-    kernels = (hooks.EXPAND_KERNEL, hooks.EXPAND_KERNEL_TAKEN, hooks.REJECTION_KERNEL, hooks.REJECTION_KERNEL_TAKEN)
-    table = (*hooks.AT_REGISTRATION, *kernels, *hooks.AT_LOADING)
+    kernels = (tables.EXPAND_KERNEL, tables.EXPAND_KERNEL_TAKEN, tables.REJECTION_KERNEL, tables.REJECTION_KERNEL_TAKEN)
+    table = (*tables.AT_REGISTRATION, *kernels, *tables.AT_LOADING)
     assert hooks.drift(table) == []
-    assert hooks.drift(hooks.AT_RUNNER_V1) == []
+    assert hooks.drift(tables.AT_RUNNER_V1) == []
 
 
 @pytest.mark.engine

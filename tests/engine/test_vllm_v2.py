@@ -13,6 +13,10 @@ import oracle
 import pytest
 import tiny
 import torch
+import trained
+
+from vllm_ext import audit
+from vllm_ext.runner import AUDIT
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.heavy]
 
@@ -121,6 +125,28 @@ class Reference:
         anchors, positions = torch.tensor([anchor]), torch.tensor([place])
         backbone = ReferenceBackbone(self.drafter, anchors, positions, context, K)
         return draft_in_passes(backbone, anchors, K, choose, self.prefixes).ids[0].tolist(), min(gaps)
+
+
+def test_a_trained_drafter_ends_where_the_model_does(run_job, method, tmp_path):
+    """F69. Texts that end by the model's own EOS inside a block, most of which is accepted; nothing but the plain text.
+
+    fp32 sums of one row and of eight differ by about 1e-5 here, which is less than any gap of these texts.
+    """
+    target, drafter = trained.pair(method)
+    file = tmp_path / "audit.jsonl"
+    requests = [{"prompt": p, "max_tokens": 40} for p in trained.prompts(8, seed=6)]
+    got = run_job(
+        "trained_pair", script="v2_jobs.py", environment={AUDIT: str(file)}, target=target, drafter=drafter,
+        requests=requests,
+    )  # fmt: skip
+    assert got["speculative"] == got["plain"]
+    ends = [one for one in got["plain"] if one["ids"][-1] == trained.EOS]
+    assert len(ends) >= 3
+    assert all(one["reason"] == "stop" for one in ends)
+    assert got["emitted"] > 3
+    counts, mismatches = audit.read(file)
+    assert mismatches == []
+    assert counts.verified > 0
 
 
 def whole_rounds(got, texts):

@@ -144,5 +144,18 @@ def side_by_side(target, drafters, vocab, out):
     Path(out).write_text(json.dumps({"rounds": found}))
 
 
+def trained_pair(target, drafter, requests, out):
+    """The same texts plain and with a drafter that is mostly right; they end where the model's own EOS comes."""
+    result = {}
+    for name, own in (("plain", None), ("speculative", drafter)):
+        llm = build(target, own, max_num_seqs=len(requests), **OPTIONS)
+        result[name] = generate(llm, requests)
+        if own:
+            drafts = metric(llm, "vllm:spec_decode_num_drafts")
+            result["emitted"] = 1 + metric(llm, "vllm:spec_decode_num_accepted_tokens") / drafts
+        del llm
+    Path(out).write_text(json.dumps(result))
+
+
 if __name__ == "__main__":
-    {f.__name__: f for f in (greedy, sampled, side_by_side)}[sys.argv[1]](**json.loads(sys.argv[2]))
+    {f.__name__: f for f in (greedy, sampled, side_by_side, trained_pair)}[sys.argv[1]](**json.loads(sys.argv[2]))
