@@ -159,15 +159,19 @@ class Drafter(nn.Module):
         head = self.shared_head if self.lm_head is None else self.lm_head.weight
         if head is None:
             raise BadInput("the drafter has no head of its own: bind the target's first")
-        out = F.linear(hidden, head)
-        if self.config.output_multiplier != 1.0:
-            out = out * self.config.output_multiplier
-        cap = self.config.final_logit_softcapping
-        return out if cap is None else torch.tanh(out / cap) * cap
+        return scale_and_cap(F.linear(hidden, head), self.config)
 
     def target_ids(self, draft_ids: Tensor) -> Tensor:
         """Ids of the target's vocabulary for ids of the head's rows: the same, or draft id + d2t[draft id]."""
         return draft_ids if self.d2t is None else draft_ids + self.d2t[draft_ids]
+
+
+def scale_and_cap(logits: Tensor, config: DraftConfig) -> Tensor:
+    """``logits`` of a head, any shape, times ``output_multiplier`` and then through ``final_logit_softcapping``."""
+    if config.output_multiplier != 1.0:
+        logits = logits * config.output_multiplier
+    cap = config.final_logit_softcapping
+    return logits if cap is None else torch.tanh(logits / cap) * cap
 
 
 def _given(input_ids: Tensor | None) -> Tensor:

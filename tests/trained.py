@@ -40,7 +40,7 @@ FIRST_INITIAL, INITIALS = FIRST_SYLLABLE + len(SYLLABLES), 24
 # What decides the weights, by file of the package: definitions or single methods, or the whole file.
 DECIDING: dict[str, str] = {
     "context.py": "ContextKV",
-    "drafter.py": "Drafter",
+    "drafter.py": "Drafter scale_and_cap",
     "drafter_layers.py": "",
     "features.py": "FeatureTap",
     "layout.py": "block_input_ids training_mask training_positions layer_visibility real_columns",

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, cast
 
@@ -22,11 +22,12 @@ from vllm.model_executor.models.qwen3_dflash import DFlashQwen3ForCausalLM, DFla
 from vllm.model_executor.models.qwen3_dflash2 import CandidateSelector, DFlash2Qwen3DecoderLayer
 
 from dflash_plugins import __version__
-from dflash_plugins.checkpoint import Header, account, id_map_findings, read_header
+from dflash_plugins.checkpoint import account, id_map_findings, read_header
 from dflash_plugins.config import DraftConfig, TargetConfig, read_draft_config
 from dflash_plugins.errors import DFlashPluginsError, Refused
 from dflash_plugins.findings import Finding, Severity, errors
 from dflash_plugins.hooks import drift
+from dflash_plugins.loading import header_of, mark_unwritten, refuse_unwritten
 from dflash_plugins.pair import (
     k_findings,
     loop_mode_finding,
@@ -41,12 +42,6 @@ from vllm_ext.hooks import AT_LOADING
 from vllm_ext.plugin import DISABLE, read_switches
 
 logger = logging.getLogger("vllm.dflash_plugins")
-
-_MARKED = (torch.float32, torch.float16, torch.bfloat16)
-_STORED = {
-    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
-    torch.int64: "I64", torch.int32: "I32", torch.uint8: "U8", torch.bool: "BOOL",
-}  # fmt: skip
 
 
 class DraftModel(DFlashQwen3Model):
@@ -388,36 +383,6 @@ def _refuse(subject: str, found: list[Finding]) -> None:
     for finding in found:
         if finding.severity is Severity.WARNING:
             logger.warning("dflash-plugins: %s", finding)
-
-
-def header_of(tensors: Mapping[str, torch.Tensor]) -> Header:
-    """What a safetensors header would say of ``tensors``: stored name to dtype and shape."""
-    return {name: (_STORED.get(t.dtype, str(t.dtype)), tuple(t.shape)) for name, t in tensors.items()}
-
-
-def mark_unwritten(parameters: Iterable[tuple[str, torch.nn.Parameter]]) -> None:
-    """Fill floating parameters with NaN, so that what the loader leaves out can be told from what it wrote."""
-    for _, parameter in parameters:
-        if parameter.dtype in _MARKED:
-            parameter.data.fill_(torch.nan)
-
-
-def refuse_unwritten(parameters: Iterable[tuple[str, torch.nn.Parameter]], shared: Iterable[str]) -> None:
-    """Refuse parameters that still hold NaN after loading, except ``shared`` ones, which the target provides."""
-    shared = set(shared)
-    found = [
-        Finding.error(
-            "parameter-unwritten",
-            name,
-            list(parameter.shape),
-            "holds NaN after loading: the loader did not write it, or the checkpoint holds NaN",
-            "export the drafter again in the released layout",
-        )
-        for name, parameter in parameters
-        if name not in shared and parameter.dtype in _MARKED and bool(torch.isnan(parameter.data).any())
-    ]
-    if found:
-        raise Refused("the loaded drafter", found)
 
 
 def _shared(model: DFlashPluginsDraftModel, tensors: dict[str, torch.Tensor]) -> Iterator[str]:

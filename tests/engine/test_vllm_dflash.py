@@ -9,6 +9,8 @@ import tiny
 import torch
 from exact_law import pearson
 
+from dflash_plugins import loading
+
 pytestmark = pytest.mark.engine
 
 K = tiny.BLOCK - 1
@@ -359,13 +361,13 @@ def test_a_parameter_the_loader_left_out_is_refused_by_name(module):
     written, left, lent, ids = (torch.nn.Parameter(torch.zeros(2)) for _ in range(4))
     ids = torch.nn.Parameter(torch.zeros(2, dtype=torch.int64), requires_grad=False)
     named = [("written", written), ("left.weight", left), ("lent", lent), ("ids", ids)]
-    module.mark_unwritten(named)
+    loading.mark_unwritten(named)
     written.data.copy_(torch.ones(2))
     with pytest.raises(module.Refused) as refused:
-        module.refuse_unwritten(named, shared=["lent"])
+        loading.refuse_unwritten(named, shared=["lent"])
     assert [finding.key for finding in refused.value.findings] == ["left.weight"]
     left.data[0] = 1.0
     with pytest.raises(module.Refused):
-        module.refuse_unwritten(named, shared=["lent"])
+        loading.refuse_unwritten(named, shared=["lent"])
     left.data[1] = 1.0
-    module.refuse_unwritten(named, shared=["lent"])
+    loading.refuse_unwritten(named, shared=["lent"])

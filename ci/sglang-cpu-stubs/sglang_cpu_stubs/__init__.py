@@ -7,6 +7,7 @@ really calls, and for everything else a placeholder: importing it is fine, using
 
 from __future__ import annotations
 
+import functools
 import sys
 import types
 from importlib.abc import Loader, MetaPathFinder
@@ -26,7 +27,7 @@ class StandInUsed(RuntimeError):
 
 
 class Placeholder:
-    """A name of the real package: may be imported, passed on, subclassed and used as an annotation, not called."""
+    """A name of the real package: may be imported, passed on and used as an annotation, not called."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -39,9 +40,6 @@ class Placeholder:
     def __call__(self, *arguments: Any, **options: Any) -> Any:
         raise StandInUsed(self._name)
 
-    def __mro_entries__(self, bases: tuple[Any, ...]) -> tuple[type, ...]:
-        return (_base(self._name),)
-
     def __or__(self, other: Any) -> Any:
         return Any
 
@@ -51,11 +49,21 @@ class Placeholder:
         return f"<stand-in for {self._name}>"
 
 
-def _base(name: str) -> type:
-    def refuse(self: Any, *arguments: Any, **options: Any) -> None:
-        raise StandInUsed(name)
+class _Missing(type):
+    """The type of classes that only the real package has: good for annotations, ``isinstance`` and as a base."""
 
-    return type(name.rpartition(".")[2], (), {"__init__": refuse})
+    def __getattr__(cls, attribute: str) -> Any:
+        if attribute.startswith("_"):
+            raise AttributeError(attribute)
+        return Placeholder(f"{cls.__module__}.{cls.__name__}.{attribute}")
+
+    def __call__(cls, *arguments: Any, **options: Any) -> Any:
+        raise StandInUsed(f"{cls.__module__}.{cls.__name__}")
+
+
+@functools.cache
+def _class(module: str, name: str) -> type:
+    return _Missing(name, (), {"__module__": module})
 
 
 class _Submodules(MetaPathFinder, Loader):
@@ -76,12 +84,12 @@ class _Submodules(MetaPathFinder, Loader):
 
 
 def placeholders(module: str) -> Any:
-    """``__getattr__`` for a module: a placeholder for every name it does not define."""
+    """``__getattr__`` for a module: a class for every capitalised name it does not define, else a placeholder."""
 
     def __getattr__(name: str) -> Any:  # noqa: N807 - becomes the module's own
         if name.startswith("__") and name.endswith("__"):
             raise AttributeError(name)
-        return Placeholder(f"{module}.{name}")
+        return _class(module, name) if name[:1].isupper() else Placeholder(f"{module}.{name}")
 
     return __getattr__
 

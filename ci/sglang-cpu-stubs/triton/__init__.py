@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
-from sglang_cpu_stubs import StandInUsed, placeholders, with_any_submodule
+from sglang_cpu_stubs import placeholders, with_any_submodule
+
+from triton.runtime.jit import JITFunction
 
 __version__ = "0.0.0+stub"
 
@@ -14,23 +15,9 @@ with_any_submodule("triton")
 __getattr__ = placeholders("triton")
 
 
-class _Kernel:
-    """A decorated kernel. Launching or calling it raises."""
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        functools.update_wrapper(self, function)
-        self.fn = function
-
-    def __getitem__(self, grid: Any) -> Callable[..., Any]:
-        return self
-
-    def __call__(self, *arguments: Any, **options: Any) -> Any:
-        raise StandInUsed(f"triton kernel {self.fn.__module__}.{self.fn.__qualname__}")
-
-
 def jit(function: Callable[..., Any] | None = None, **options: Any) -> Any:
     """The decorator, with or without options."""
-    return _Kernel if function is None else _Kernel(function)
+    return JITFunction if function is None else JITFunction(function)
 
 
 def _unchanged(*arguments: Any, **options: Any) -> Callable[[Any], Any]:
