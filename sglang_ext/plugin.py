@@ -1,14 +1,99 @@
-"""Entry point of SGLang's plugin group. Nothing is supported yet; it says so once and changes nothing."""
+"""Entry point of SGLang's plugin group: what it does, it does in milliseconds, and whatever happens it does not raise.
+
+SGLang calls ``register`` once in every process. Two functions get a hook by the engine's own registry: the one that
+reads the arguments of DFLASH (a pair is refused there, before anything loads; a CPU may pass), and the one that says
+which class drafts. Both do nothing for a run without DFLASH. Everything else is done in the scheduler's process of a
+run that asks for it, see ``runner.prepare``.
+"""
 
 from __future__ import annotations
 
-import functools
 import logging
+import os
+from collections.abc import Mapping
+from typing import Any
 
-logger = logging.getLogger(__name__)
+from dflash_plugins.hooks import drift
+
+# A child of SGLang's own logger, so that lines reach whatever handler and level the server was given.
+logger = logging.getLogger("sglang.dflash_plugins")
+
+DISABLE = "DFLASH_PLUGINS_DISABLE"
+
+_TRUE = {"1", "true", "yes", "on"}
+_FALSE = {"", "0", "false", "no", "off"}
+
+_state = {"registered": False, "in_force": False}
 
 
-@functools.cache
+def read_switch(environment: Mapping[str, str], name: str) -> bool:
+    """A switch of the environment; ValueError where its value is neither true nor false."""
+    text = environment.get(name, "").strip().lower()
+    if text not in _TRUE | _FALSE:
+        raise ValueError(f"{name}={environment[name]!r}: neither true nor false; use 1 or 0")
+    return text in _TRUE
+
+
 def register() -> None:
-    """Say once per process that SGLang is not supported yet. Never raises, changes nothing, imports no engine."""
-    logger.warning("dflash-plugins: SGLang is not yet supported, nothing is registered")
+    """Register with SGLang. May be called any number of times; logs what it refuses and why; never raises."""
+    try:
+        _register()
+    except Exception:
+        undo()
+        logger.exception("dflash-plugins: registration failed, nothing is registered")
+
+
+def undo() -> list[str]:
+    """Let the hooks, which the engine's registry keeps, do nothing any more, and put back what a worker replaced."""
+    _state["in_force"] = False
+    from sglang_ext import runner
+
+    return runner.undo()
+
+
+def _register() -> None:
+    if _state["in_force"]:
+        return
+    try:
+        disabled = read_switch(os.environ, DISABLE)
+    except ValueError as error:
+        logger.error("dflash-plugins: nothing is registered: %s", error)
+        return
+    if disabled:
+        logger.info("dflash-plugins: %s is set, nothing is registered", DISABLE)
+        return
+    from sglang_ext.hooks import AT_REGISTRATION, CREATE_WORKER, HANDLE_ARGUMENTS
+
+    sentences = drift(AT_REGISTRATION)
+    if sentences:
+        logger.error("dflash-plugins: nothing is registered, SGLang has changed: %s", "; ".join(sentences))
+        return
+    _state["in_force"] = True
+    if _state["registered"]:
+        return
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    HookRegistry.register(HANDLE_ARGUMENTS, around_arguments, HookType.AROUND)
+    HookRegistry.register(CREATE_WORKER, around_create_worker, HookType.AROUND)
+    _state["registered"] = True
+
+
+def around_arguments(shipped: Any, server_args: Any) -> Any:
+    """Stand around the engine's reading of DFLASH's arguments: refuse a pair that cannot be served with all reasons."""
+    if not _state["in_force"]:
+        return shipped(server_args)
+    from sglang_ext import serving
+
+    serving.served(server_args, warn=True)
+    with serving.platform_admitted(server_args):
+        return shipped(server_args)
+
+
+def around_create_worker(shipped: Any, algorithm: Any, server_args: Any) -> Any:
+    """Stand around the engine's choice of the class that drafts."""
+    worker = shipped(algorithm, server_args)
+    if not _state["in_force"] or not algorithm.is_dflash():
+        return worker
+    from sglang_ext import runner
+
+    return runner.prepare(worker, server_args)

@@ -1,0 +1,58 @@
+"""Verification of sampled requests where SGLang has no kernel for it, or where our worker drafts: the core's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dflash_plugins.proposals import OneHot, Proposals
+from dflash_plugins.verify import Uniforms, Verdict, verify_sampled
+
+
+def target_probs(logits: Tensor, sampling: Any) -> Tensor:
+    """What SGLang would draw each row from, fp32 [R, B, V]; rows of a greedy request are one-hot at their argmax.
+
+    ``logits`` [R, B, V] are after bias and grammar; ``sampling`` is the engine's ``SamplingBatchInfo`` of R requests.
+    The rules are those of the engine's own sampler in torch (0.5.21: ``layers/sampler.py``): temperature and softmax;
+    then, of the tokens in falling order, the first top_k, those before which less than top_p lies (of all mass, also of
+    what top_k took away), and those with at least min_p of the best one's probability.
+    """
+    greedy = (sampling.top_ks <= 1).view(-1, 1, 1)
+    probs = torch.softmax(logits.float() / sampling.temperatures.view(-1, 1, 1), dim=-1)
+    if sampling.need_top_k_sampling or sampling.need_top_p_sampling or sampling.need_min_p_sampling:
+        probs = _filtered(probs, sampling)
+    one_hot = torch.zeros_like(probs).scatter_(-1, logits.argmax(dim=-1, keepdim=True), 1.0)
+    return torch.where(greedy, one_hot, probs)
+
+
+def _filtered(probs: Tensor, sampling: Any) -> Tensor:
+    in_order, ids = probs.sort(dim=-1, descending=True)
+    before = in_order.cumsum(dim=-1) - in_order
+    rank = torch.arange(probs.shape[-1], device=probs.device)
+    out = (rank >= sampling.top_ks.view(-1, 1, 1)) | (before > sampling.top_ps.view(-1, 1, 1))
+    if sampling.need_min_p_sampling:
+        out |= in_order < in_order[..., :1] * sampling.min_ps.view(-1, 1, 1)
+    kept = in_order.masked_fill(out, 0.0)
+    kept = kept / kept.sum(dim=-1, keepdim=True)
+    return torch.zeros_like(probs).scatter_(-1, ids, kept)
+
+
+def accept(candidates: Tensor, drafted: Proposals | None, logits: Tensor, sampling: Any) -> Verdict:
+    """Verify one block per request. ``candidates`` [R, B] are the anchors and the proposals, ``logits`` [R * B, V].
+
+    ``drafted`` is what our worker has drafted and q of it; None means that the engine drafted by argmax (q is one-hot).
+    """
+    rows, width = candidates.shape
+    proposals = Proposals.of(candidates[:, 1:], OneHot()) if drafted is None else drafted
+    uniforms = Uniforms(
+        torch.rand(rows, width - 1, dtype=torch.float64, device=logits.device),
+        torch.rand(rows, dtype=torch.float64, device=logits.device),
+    )
+    return verify_sampled(proposals, target_probs(logits.view(rows, width, -1), sampling), uniforms)
+
+
+def ours(*, drafts: bool, all_greedy: bool, engine_can: bool) -> bool:
+    """Whether the core verifies a batch: a sampled one, drafted by our worker or beyond what the engine can."""
+    return not all_greedy and (drafts or not engine_can)

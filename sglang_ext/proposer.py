@@ -1,0 +1,154 @@
+"""Our worker in SGLang: the engine's own, with the core drafting and, where it has to, verifying.
+
+The engine lays out the block, runs the first pass, verifies on the target and keeps both caches. Its seams are the
+method that turns the first pass into proposals and the one that turns target logits into an accepted prefix. A further
+pass runs the drafter again on the same slots, with the tokens REALLY drafted in the place of their masks.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from typing import Any, cast
+
+import torch
+from sglang.srt.speculative.dflash_utils import is_dflash_sampling_verify_available
+from sglang.srt.speculative.dflash_worker_v2 import DFlashWorkerV2, _commit_accept
+from sglang.srt.speculative.spec_tp_sync import SpecTpSyncSite
+from torch import Tensor
+
+from dflash_plugins.methods.base import choose_by_argmax, draft_in_passes, realised_q
+from dflash_plugins.proposals import Proposals
+from dflash_plugins.selector import Choose, choose_by_uniforms
+from sglang_ext import acceptance
+from sglang_ext.dflash import DFlashPluginsDraftModel
+
+logger = logging.getLogger("sglang.dflash_plugins")
+
+
+class DFlashPluginsWorker(DFlashWorkerV2):
+    """Drafts whole blocks in as many passes and by whichever choice the drafter's config says."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        drafter = self.drafter
+        assert drafter.serving is not None
+        self.prefix_lengths = drafter.serving.prefix_lengths
+        self.num_proposals = int(self.block_size) - 1
+        self.non_finite_rows = 0
+        drafter.take_target_head(self._target_worker.model_runner.model.lm_head)
+        if drafter.facts.input_embedding_scale != 1.0:
+            self._noise_embed_scale = drafter.facts.input_embedding_scale
+        # The engine asks for proposals through the method below wherever it has a selector: here always.
+        self.selector = drafter
+        self._block: Any = None
+        self._first_forward = self.draft_model_runner.forward
+        self.draft_model_runner.forward = self._forward_and_remember
+        self._accepts_target_choices = "target_predict" in inspect.signature(super()._accept_block).parameters
+
+    @property
+    def drafter(self) -> DFlashPluginsDraftModel:
+        """The drafter."""
+        return cast(DFlashPluginsDraftModel, self.draft_model)
+
+    def _forward_and_remember(self, forward_batch: Any, *arguments: Any, **options: Any) -> Any:
+        self._block = forward_batch
+        return self._first_forward(forward_batch, *arguments, **options)
+
+    def _maybe_build_draft_sampler(self) -> None:
+        """Tokens are chosen between passes, outside of what a graph holds."""
+        return
+
+    def _validate_phase1_sampling_support(self, batch: Any) -> None:
+        """Sampled requests are verified by the core: nothing falls back to greedy, nothing to warn of."""
+
+    def _propose_selector_block(
+        self, *, draft_logits_output: Any, bs: int, lm_head: Any, anchor_token_ids: Tensor, sampling_info: Any
+    ) -> Tensor:
+        backbone = EngineBlock(self, draft_logits_output.hidden_states.view(bs, self.num_proposals + 1, -1))
+        choose = self._choose(bs, sampling_info)
+        with torch.inference_mode():
+            drafted = draft_in_passes(backbone, anchor_token_ids, self.num_proposals, choose, self.prefix_lengths)
+        self._count_non_finite(drafted.dropped)
+        if sampling_info is not None and not sampling_info.is_all_greedy:
+            self._selector_sample = Proposals.of(drafted.ids, realised_q(backbone, drafted), dropped=drafted.dropped)
+        return drafted.ids
+
+    def _choose(self, rows: int, sampling: Any) -> Choose:
+        """As the engine drafts: without a selector always the best token, with one at each request's temperature."""
+        if self.drafter.selector is None or sampling is None or sampling.is_all_greedy:
+            return choose_by_argmax
+        temperature = torch.where(sampling.top_ks.view(-1) <= 1, 0.0, sampling.temperatures.view(-1))
+        uniforms = torch.rand(rows, self.num_proposals, device=temperature.device)
+        return choose_by_uniforms(temperature, uniforms)
+
+    def _accept_block(self, *, candidates: Tensor, next_token_logits: Tensor, sampling_info: Any, **more: Any) -> Any:
+        all_greedy = sampling_info is None or sampling_info.is_all_greedy
+        engine_can = is_dflash_sampling_verify_available()
+        if not acceptance.ours(drafts=True, all_greedy=all_greedy, engine_can=engine_can):
+            return super()._accept_block(
+                candidates=candidates, next_token_logits=next_token_logits, sampling_info=sampling_info, **more
+            )
+        verdict = acceptance.accept(candidates, self._selector_sample, next_token_logits, sampling_info)
+        accepted = verdict.accepted.to(torch.int32)
+        bonus = verdict.emitted_ids.gather(1, verdict.accepted[:, None])[:, 0]
+        self._tp_sync.sync(SpecTpSyncSite.DFLASH_SELECTOR, accepted)
+        self._tp_sync.sync(SpecTpSyncSite.DFLASH_SELECTOR, bonus)
+        out_tokens, commit_lens = _commit_accept(candidates, accepted, bonus)
+        found = (accepted, commit_lens, bonus, out_tokens, None)
+        return found if self._accepts_target_choices else (*found, None)
+
+    def run_pass_again(self, block_ids: Tensor) -> Tensor:
+        """Final-norm hidden states [R, B, H] of ``block_ids`` [R, B] at the places of the first pass."""
+        embed = self._target_worker.model_runner.model.get_input_embeddings()
+        embeddings = embed(block_ids)
+        if self._noise_embed_scale != 1.0:
+            embeddings = embeddings * self._noise_embed_scale
+        batch = self._block
+        batch.input_ids = block_ids.flatten()
+        batch.input_embeds = embeddings.view(-1, embeddings.shape[-1])
+        hidden: Tensor = self._first_forward(batch).logits_output.hidden_states
+        return hidden.view(*block_ids.shape, -1)
+
+    def _count_non_finite(self, dropped: Tensor) -> None:
+        """Count rows whose draft was not finite; warn at the first where that needs no wait."""
+        if dropped.is_cuda:
+            return
+        count = int(dropped.sum())
+        if count and not self.non_finite_rows:
+            logger.warning(
+                "dflash-plugins: the drafts of %d requests are not finite and none of their tokens is taken (reported "
+                "once); was the drafter trained in another dtype than it is served in?",
+                count,
+            )
+        self.non_finite_rows += count
+
+
+class EngineBlock:
+    """``Backbone`` of the core on the worker's block after its first pass: ``first`` [R, B, H], anchors included."""
+
+    def __init__(self, worker: DFlashPluginsWorker, first: Tensor) -> None:
+        self._worker, self._first = worker, first
+        self.block_ids = worker._block.input_ids.view(first.shape[:2])
+
+    @property
+    def selector(self) -> Any:
+        """See ``Backbone``."""
+        return self._worker.drafter.selector
+
+    def hidden(self, known: Tensor, slots: slice) -> Tensor:
+        """See ``Backbone``. The first pass has been run by the engine."""
+        rows = self._first
+        if slots.start:
+            block_ids = self.block_ids.clone()
+            block_ids[:, 1 : slots.start + 1] = known
+            rows = self._worker.run_pass_again(block_ids)
+        return rows[:, slots.start + 1 : slots.stop + 1]
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """See ``Backbone``."""
+        return self._worker.drafter.draft_logits(hidden)
+
+    def target_ids(self, draft_ids: Tensor) -> Tensor:
+        """See ``Backbone``."""
+        return self._worker.drafter.target_ids(draft_ids)

@@ -1,0 +1,68 @@
+"""How the suite's drafting gets into SGLang: just before the engine builds what drafts, and only where a run asks."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from dflash_plugins.errors import DFlashPluginsError
+from dflash_plugins.hooks import Patches, drift
+from sglang_ext.features import refused_rules
+from sglang_ext.hooks import AT_WORKER, ON_CPU
+from sglang_ext.serving import Served, served
+
+_patches = Patches()
+
+
+def undo() -> list[str]:
+    """Put back everything that has been replaced; a sentence for each place that somebody else holds now."""
+    return _patches.undo()
+
+
+def prepare(worker: type, server_args: Any) -> type:
+    """The class that drafts in this run, called just before the engine builds it: ``worker``, or our subclass of it.
+
+    Raises ``Refused`` as ``serving.served``, and DFlashPluginsError where the engine is not as we know it.
+    """
+    serving = served(server_args, warn=False)
+    if serving is None:
+        return worker
+    sentences = drift((*AT_WORKER, *(ON_CPU if serving.on_cpu else ())))
+    if sentences:
+        lines = "\n".join(f"  {sentence}" for sentence in sentences)
+        raise DFlashPluginsError(f"SGLang is not as dflash-plugins knows it:\n{lines}")
+    _register_drafter(serving)
+    _refuse_half_applied_rules()
+    if serving.on_cpu:
+        from sglang_ext import cpu
+
+        cpu.prepare(_patches)
+    from sglang_ext.proposer import DFlashPluginsWorker
+
+    return DFlashPluginsWorker
+
+
+def _register_drafter(serving: Served) -> None:
+    from sglang.srt.models.registry import ModelRegistry
+
+    from sglang_ext.dflash import DFlashPluginsDraftModel
+
+    architecture, label = serving.draft.architecture, "ModelRegistry.models"
+    DFlashPluginsDraftModel.serving = serving
+    if architecture in ModelRegistry.models:
+        _patches.item(label, ModelRegistry.models, architecture, DFlashPluginsDraftModel)
+    else:
+        ModelRegistry.models[architecture] = DFlashPluginsDraftModel
+        _patches.added(label, ModelRegistry.models, architecture)
+
+
+def _refuse_half_applied_rules() -> None:
+    from sglang.srt.managers import scheduler
+
+    shipped = scheduler.validate_dflash_request
+
+    @functools.wraps(shipped)
+    def validate(req: Any, enable_overlap: bool) -> str | None:
+        return shipped(req, enable_overlap) or refused_rules(req.sampling_params)
+
+    _patches.attribute(scheduler, "validate_dflash_request", validate)
