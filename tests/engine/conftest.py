@@ -27,6 +27,14 @@ def write_distribution(site: Path) -> Path:
     return site
 
 
+def write_watch(site: Path) -> None:
+    """Metadata that lets SGLang's processes load ``sglang_watch``."""
+    info = site / "sglang_watch-0.0.0.dist-info"
+    info.mkdir(parents=True)
+    info.joinpath("METADATA").write_text("Metadata-Version: 2.1\nName: sglang-watch\nVersion: 0.0.0\n")
+    info.joinpath("entry_points.txt").write_text("[sglang.srt.plugins]\nwatch = sglang_watch:register\n")
+
+
 @pytest.fixture(scope="session")
 def run_job(tmp_path_factory):
     """``run_job(name, **arguments)`` runs a job of engine_jobs.py, or of another ``script`` beside it.
@@ -46,7 +54,44 @@ def run_job(tmp_path_factory):
         "OMP_NUM_THREADS": "1",
     }
 
-    def run(name, *, script="engine_jobs.py", environment=None, check=True, **arguments):
+    return jobs(base, settings, "engine_jobs.py")
+
+
+@pytest.fixture(scope="session")
+def run_sglang(tmp_path_factory):
+    """``run_sglang(name, **arguments)`` runs a job of sglang_jobs.py, or of another ``script``; as ``run_job``.
+
+    With ``watch=True`` the result holds ``rounds``, what ``sglang_watch`` wrote down.
+    """
+    pytest.importorskip("sglang")
+    base = tmp_path_factory.mktemp("jobs")
+    site = write_distribution(base / "site")
+    write_watch(site)
+    paths = [str(site), str(HERE), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    settings = {
+        "PYTHONPATH": os.pathsep.join(paths),
+        "SGLANG_USE_CPU_ENGINE": "1",
+        "TORCHDYNAMO_DISABLE": "1",
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": "1",
+    }
+    run = jobs(base, settings, "sglang_jobs.py")
+
+    def watched(name, *, watch=False, environment=None, **arguments):
+        if not watch:
+            return run(name, environment=environment, **arguments)
+        file = base / f"watch-{len(list(base.iterdir()))}.jsonl"
+        result = run(name, environment=(environment or {}) | {"SGLANG_WATCH": str(file)}, **arguments)
+        lines = file.read_text().splitlines() if file.exists() else []
+        return result | {"rounds": [json.loads(line) for line in lines]}
+
+    return watched
+
+
+def jobs(base, settings, usual):
+    """A function that runs a job of a script beside this file in a process of its own."""
+
+    def run(name, *, script=usual, environment=None, check=True, **arguments):
         out = base / f"{name}-{len(list(base.iterdir()))}.json"
         argv = [
             sys.executable,

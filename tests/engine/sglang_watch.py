@@ -1,0 +1,84 @@
+"""A plugin for tests: writes down what our worker drafts and what is accepted, or hands on other drafts.
+
+SGLang drafts in a process of its own, which loads plugins; the test's site lists this one. ``SGLANG_WATCH=FILE`` takes
+one JSON line per request and round: ``{"request", "place", "anchor", "draft", "accepted", "passes"}``, where ``place``
+is the anchor's position and ``passes`` are the block ids of every pass. ``SGLANG_WATCH_DRAFTS=MODE`` replaces the
+drafts: ``wrong`` (never what was drafted), ``random``, or ``right`` from the texts in ``SGLANG_WATCH_TRUTH=FILE``
+(JSON list of whole texts, prompt and continuation).
+"""
+
+import json
+import os
+import random
+from pathlib import Path
+
+
+def register():
+    if "SGLANG_WATCH" not in os.environ:
+        return
+    from sglang_ext import runner
+
+    prepare = runner.prepare
+
+    def watched(worker, server_args):
+        found = prepare(worker, server_args)
+        return found if found is worker else watching(found)
+
+    runner.prepare = watched
+
+
+def watching(worker):
+    import torch
+
+    file = Path(os.environ["SGLANG_WATCH"]).open("a")
+    mode = os.environ.get("SGLANG_WATCH_DRAFTS", "own")
+    truth = (
+        [tuple(t) for t in json.loads(Path(os.environ["SGLANG_WATCH_TRUTH"]).read_text())] if mode == "right" else []
+    )
+    draw = random.Random(7)
+
+    class Watching(worker):
+        _notes = ()
+
+        def forward_batch_generation(self, batch, *arguments, **options):
+            self._batch, self._notes = batch, ()
+            result = super().forward_batch_generation(batch, *arguments, **options)
+            for note, accepted in zip(self._notes, result.accept_lens.tolist() if self._notes else (), strict=True):
+                file.write(json.dumps(note | {"accepted": accepted - 1}) + "\n")
+            file.flush()
+            return result
+
+        def _forward_and_remember(self, forward_batch, *arguments, **options):
+            self._passes = [forward_batch.input_ids.tolist()]
+            return super()._forward_and_remember(forward_batch, *arguments, **options)
+
+        def run_pass_again(self, block_ids):
+            self._passes.append(block_ids.flatten().tolist())
+            return super().run_pass_again(block_ids)
+
+        def _propose_selector_block(self, *, anchor_token_ids, **more):
+            real = super()._propose_selector_block(anchor_token_ids=anchor_token_ids, **more)
+            width, places = self.block_size, self._batch.seq_lens.tolist()
+            passes = [[ids[i * width : (i + 1) * width] for ids in self._passes] for i in range(len(real))]
+            rows = zip(self._batch.reqs, places, anchor_token_ids.tolist(), real.tolist(), passes, strict=True)
+            self._notes = [
+                {"request": r.rid, "place": p, "anchor": a, "draft": d, "passes": q} for r, p, a, d, q in rows
+            ]
+            if mode == "own":
+                return real
+            self._selector_sample = None  # a drafter that is sure of itself: q is one-hot
+            return torch.tensor([self.given(note) for note in self._notes], dtype=real.dtype)
+
+        def given(self, note):
+            vocab = self.model_config.vocab_size
+            if mode == "random":
+                return [draw.randrange(vocab) for _ in note["draft"]]
+            if mode == "wrong":
+                return [(token + 1) % vocab for token in note["draft"]]
+            request = next(r for r in self._batch.reqs if r.rid == note["request"])
+            prompt = tuple(request.origin_input_ids)
+            whole = next(t for t in truth if t[: len(prompt)] == prompt and t[note["place"]] == note["anchor"])
+            right = list(whole[note["place"] + 1 :][: len(note["draft"])])
+            return right + [5] * (len(note["draft"]) - len(right))
+
+    return Watching
