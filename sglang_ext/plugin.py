@@ -10,28 +10,15 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping
 from typing import Any
 
 from dflash_plugins.hooks import drift
+from dflash_plugins.switches import AUDIT, DISABLE, read_switches
 
 # A child of SGLang's own logger, so that lines reach whatever handler and level the server was given.
 logger = logging.getLogger("sglang.dflash_plugins")
 
-DISABLE = "DFLASH_PLUGINS_DISABLE"
-
-_TRUE = {"1", "true", "yes", "on"}
-_FALSE = {"", "0", "false", "no", "off"}
-
 _state = {"registered": False, "in_force": False}
-
-
-def read_switch(environment: Mapping[str, str], name: str) -> bool:
-    """A switch of the environment; ValueError where its value is neither true nor false."""
-    text = environment.get(name, "").strip().lower()
-    if text not in _TRUE | _FALSE:
-        raise ValueError(f"{name}={environment[name]!r}: neither true nor false; use 1 or 0")
-    return text in _TRUE
 
 
 def register() -> None:
@@ -55,12 +42,14 @@ def _register() -> None:
     if _state["in_force"]:
         return
     try:
-        disabled = read_switch(os.environ, DISABLE)
+        (disabled,) = read_switches(os.environ, (DISABLE,))
     except ValueError as error:
         logger.error("dflash-plugins: nothing is registered: %s", error)
         return
     if disabled:
-        logger.info("dflash-plugins: %s is set, nothing is registered", DISABLE)
+        audit = f", and nothing is audited although {AUDIT} is set" if AUDIT in os.environ else ""
+        level = logging.ERROR if audit else logging.INFO
+        logger.log(level, "dflash-plugins: %s is set, nothing is registered%s", DISABLE, audit)
         return
     from sglang_ext.hooks import AT_REGISTRATION, CREATE_WORKER, HANDLE_ARGUMENTS
 

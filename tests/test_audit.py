@@ -9,11 +9,13 @@ from dataclasses import replace
 
 import pytest
 
-from dflash_plugins import hooks
+from dflash_plugins import audit, hooks
+from dflash_plugins.audit import Drafting, Report, RequestAudit, Seen, Served
 from dflash_plugins.errors import BadInput
-from vllm_ext import audit, runner
-from vllm_ext.audit import Drafting, Report, RequestAudit, Seen, Served
+from dflash_plugins.switches import AUDIT
+from vllm_ext import audit as vllm_audit
 
+LOGGER = logging.getLogger("vllm.dflash_plugins")
 PROMPT, SERVED, MASK = (10, 11, 12, 13, 14), Served(3, 50, 49), 49
 
 
@@ -249,9 +251,9 @@ def test_with_a_real_q_a_token_may_be_replaced_by_itself_only_with_more_chance()
 @pytest.fixture
 def file(tmp_path, monkeypatch):
     path = tmp_path / "audit.jsonl"
-    monkeypatch.setenv(runner.AUDIT, str(path))
+    monkeypatch.setenv(AUDIT, str(path))
     yield path
-    audit.undo()
+    vllm_audit.undo()
 
 
 def lines(path):
@@ -260,7 +262,7 @@ def lines(path):
 
 def test_the_file_holds_the_mismatches_and_the_counts_of_the_last_step_before_it_is_closed(file, caplog):
     caplog.set_level(logging.INFO, logger="vllm.dflash_plugins")
-    report, one = Report(file), RequestAudit(PROMPT, SERVED, greedy=True)
+    report, one = Report(file, LOGGER), RequestAudit(PROMPT, SERVED, greedy=True)
     report.counts.requests += 1
     for step in with_drafting(2, context=9):
         report.step("r-1", one, step)
@@ -284,7 +286,7 @@ def test_the_file_holds_the_mismatches_and_the_counts_of_the_last_step_before_it
 
 def test_a_second_run_of_the_same_file_adds_to_it(file):
     for _ in range(2):
-        report, one = Report(file), RequestAudit(PROMPT, SERVED, greedy=True)
+        report, one = Report(file, LOGGER), RequestAudit(PROMPT, SERVED, greedy=True)
         for step in RIGHT:
             report.step("r", one, step)
         report.close()
@@ -292,7 +294,7 @@ def test_a_second_run_of_the_same_file_adds_to_it(file):
 
 
 def test_a_file_that_another_process_writes_to_is_not_shared(file, caplog):
-    first, second = Report(file), Report(file)
+    first, second = Report(file, LOGGER), Report(file, LOGGER)
     assert second.path.name == f"audit.jsonl.pid{os.getpid()}"
     assert str(second.path) in caplog.text
     first.counts.rounds = second.counts.rounds = 3
@@ -303,7 +305,7 @@ def test_a_file_that_another_process_writes_to_is_not_shared(file, caplog):
 
 def test_ranks_write_files_of_their_own(file):
     for rank in range(2):
-        report = Report(file, f".rank{rank}")
+        report = Report(file, LOGGER, f".rank{rank}")
         report.counts.emitted = 5
         report.close()
     assert not file.exists()
@@ -311,7 +313,7 @@ def test_ranks_write_files_of_their_own(file):
 
 
 def test_a_flood_is_counted_but_neither_logged_nor_written_without_end(file, caplog):
-    report = Report(file)
+    report = Report(file, LOGGER)
     for number in range(audit.WRITTEN_PER_KIND + 5):
         report.mismatch("r", number, audit.Mismatch("q", 1, 2, "a rule"))
     report.close()
@@ -322,9 +324,9 @@ def test_a_flood_is_counted_but_neither_logged_nor_written_without_end(file, cap
 
 def test_a_run_that_cannot_be_audited_is_refused_in_one_sentence(file, monkeypatch, caplog):
     gone = hooks.Hook("json", "JSONDecoder.decoded", hooks.Use.REPLACED, "to see what is not there")
-    monkeypatch.setattr(audit, "AT_AUDIT_V1", (gone,))
+    monkeypatch.setattr(vllm_audit, "AT_AUDIT_V1", (gone,))
     with pytest.raises(audit.AuditRefused, match=r"json\.JSONDecoder\.decoded is gone"):
-        audit.install(None, v2=False)
+        vllm_audit.install(None, v2=False)
     assert "cannot be installed" in caplog.text
     with pytest.raises(BadInput, match="JSONDecoder"):
         audit.read(file)
@@ -342,6 +344,6 @@ def test_without_the_variable_nothing_of_it_is_even_imported():
         "runner.prepare(config)\n"
         "print([name for name in sys.modules if 'audit' in name and 'vllm_ext' in name])"
     )
-    environment = {name: value for name, value in os.environ.items() if name != runner.AUDIT}
+    environment = {name: value for name, value in os.environ.items() if name != AUDIT}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"

@@ -16,9 +16,10 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
+from dflash_plugins.audit import PLACEHOLDER, Drafting, RequestAudit, Seen, Served
 from dflash_plugins.sampling import GREEDY_BELOW
 from vllm_ext import audit
-from vllm_ext.audit import PLACEHOLDER, Drafting, RequestAudit, Seen, Served, logger
+from vllm_ext.audit import logger
 from vllm_ext.runner import draft_architectures, is_ours
 
 

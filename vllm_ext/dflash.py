@@ -36,10 +36,11 @@ from dflash_plugins.pair import (
     serving_dtype_findings,
 )
 from dflash_plugins.selector import SelectorTables, candidates
+from dflash_plugins.switches import DISABLE
 from vllm_ext import cpu_mends, runner
 from vllm_ext.features import feature_findings
 from vllm_ext.hooks import AT_LOADING
-from vllm_ext.plugin import DISABLE, read_switches
+from vllm_ext.plugin import read_switches
 
 logger = logging.getLogger("vllm.dflash_plugins")
 

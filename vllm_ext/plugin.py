@@ -14,7 +14,9 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from dflash_plugins import switches
 from dflash_plugins.hooks import Hook, Patches, drift
+from dflash_plugins.switches import AUDIT, DISABLE
 from vllm_ext import runner
 from vllm_ext.hooks import (
     AT_REGISTRATION,
@@ -28,13 +30,9 @@ from vllm_ext.hooks import (
 # A child of vLLM's own logger, so that lines reach whatever handler and level the server was given.
 logger = logging.getLogger("vllm.dflash_plugins")
 
-DISABLE = "DFLASH_PLUGINS_DISABLE"
 NO_CONTEXT_K_NORM = "DFLASH_PLUGINS_NO_MEND_CONTEXT_K_NORM"
 NO_EXPAND_KERNEL = "DFLASH_PLUGINS_NO_MEND_EXPAND_KERNEL"
 NO_REJECTION_KERNEL = "DFLASH_PLUGINS_NO_MEND_REJECTION_KERNEL"
-
-_TRUE = {"1", "true", "yes", "on"}
-_FALSE = {"", "0", "false", "no", "off"}
 
 _patches = Patches()
 
@@ -51,16 +49,9 @@ class Switches:
 
 def read_switches(environment: Mapping[str, str]) -> Switches:
     """Switches of an environment; ValueError naming every variable whose value is neither true nor false."""
-    values: dict[str, bool] = {}
-    wrong: list[str] = []
-    for name in (DISABLE, NO_CONTEXT_K_NORM, NO_EXPAND_KERNEL, NO_REJECTION_KERNEL):
-        text = environment.get(name, "").strip().lower()
-        if text not in _TRUE | _FALSE:
-            wrong.append(f"{name}={environment[name]!r}")
-        values[name] = text in _TRUE
-    if wrong:
-        raise ValueError(f"{', '.join(wrong)}: neither true nor false; use 1 or 0")
-    return Switches(*values.values())
+    return Switches(
+        *switches.read_switches(environment, (DISABLE, NO_CONTEXT_K_NORM, NO_EXPAND_KERNEL, NO_REJECTION_KERNEL))
+    )
 
 
 def register() -> None:
@@ -82,12 +73,12 @@ def _register() -> None:
         logger.debug("dflash-plugins: registered already: %s", ", ".join(_patches.places))
         return
     try:
-        switches = read_switches(os.environ)
+        wanted = read_switches(os.environ)
     except ValueError as error:
         logger.error("dflash-plugins: nothing is registered: %s", error)
         return
-    if switches.disable:
-        audit = f", and nothing is audited although {runner.AUDIT} is set" if runner.AUDIT in os.environ else ""
+    if wanted.disable:
+        audit = f", and nothing is audited although {AUDIT} is set" if AUDIT in os.environ else ""
         logger.log(
             logging.ERROR if audit else logging.INFO,
             "dflash-plugins: %s is set, nothing is registered%s",
@@ -99,10 +90,10 @@ def _register() -> None:
     if sentences:
         logger.error("dflash-plugins: nothing is registered, vLLM has changed: %s", "; ".join(sentences))
         return
-    _register_on(switches)
+    _register_on(wanted)
 
 
-def _register_on(switches: Switches) -> None:
+def _register_on(wanted: Switches) -> None:
     from vllm.platforms import current_platform
 
     _register_loop()
@@ -110,9 +101,9 @@ def _register_on(switches: Switches) -> None:
         logger.debug("dflash-plugins: not a CPU platform, nothing to mend")
         return
     _register_mended_drafters()
-    _register_kernel("expand kernel", EXPAND_KERNEL, EXPAND_KERNEL_TAKEN, NO_EXPAND_KERNEL, switches.no_expand_kernel)
+    _register_kernel("expand kernel", EXPAND_KERNEL, EXPAND_KERNEL_TAKEN, NO_EXPAND_KERNEL, wanted.no_expand_kernel)
     _register_kernel(
-        "rejection kernel", REJECTION_KERNEL, REJECTION_KERNEL_TAKEN, NO_REJECTION_KERNEL, switches.no_rejection_kernel
+        "rejection kernel", REJECTION_KERNEL, REJECTION_KERNEL_TAKEN, NO_REJECTION_KERNEL, wanted.no_rejection_kernel
     )
 
 

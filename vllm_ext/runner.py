@@ -16,6 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 from dflash_plugins.hooks import Patches, drift
+from dflash_plugins.switches import AUDIT
 from vllm_ext.hooks import AT_RUNNER_V1, AT_RUNNER_V2
 
 logger = logging.getLogger("vllm.dflash_plugins")
@@ -27,8 +28,6 @@ DFLASH2 = "DFlash2DraftModel"
 DLOOP = ("DLoopDraftModel", "DFlashDLoopDraftModel")
 # The entry of the engine's list of what its V1 runner lacks that we provide.
 CANDIDATE_HEAD = "DFlash candidate-head drafts"
-# Names the file that takes the audit of every round; see the module of that name, imported only where this is set.
-AUDIT = "DFLASH_PLUGINS_AUDIT"
 
 _patches = Patches()
 _sentences: list[str] = []

@@ -10,7 +10,7 @@ from vllm import SamplingParams
 from vllm.v1.sample import rejection_sampler
 from vllm.v1.spec_decode.dflash import DFlashProposer
 
-from vllm_ext import audit
+from dflash_plugins import audit
 
 # Fewer rows in a step than eight requests want, so that prompts come in chunks, drafts are cut and requests sit out;
 # fewer pages than they want, so that some are preempted.

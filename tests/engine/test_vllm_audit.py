@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import trained
 
-from vllm_ext import audit, runner
+from dflash_plugins import audit
+from dflash_plugins.switches import AUDIT
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.heavy]
 
@@ -45,7 +46,7 @@ def audited(run_job, tmp_path_factory):
             file = folder / f"{name}-{method}-{script}.jsonl"
             prompts = trained.prompts(len(lengths), seed=5, lengths=lengths)
             answer = run_job(
-                name, script=script, environment={runner.AUDIT: str(file)},
+                name, script=script, environment={AUDIT: str(file)},
                 target=target, drafter=drafter, prompts=prompts, vocab=trained.VOCAB, **options,
             )  # fmt: skip
             done[name, method, script] = (answer, *audit.read(file))
@@ -128,6 +129,6 @@ def test_what_cannot_be_audited_does_not_start(run_job, tmp_path):
     """A sampler that takes other arguments stands for an engine that has changed."""
     file = tmp_path / "audit.jsonl"
     target, drafter = trained.pair("dflash")
-    answer = run_job("changed", script=V1, environment={runner.AUDIT: str(file)}, target=target, drafter=drafter)
+    answer = run_job("changed", script=V1, environment={AUDIT: str(file)}, target=target, drafter=drafter)
     assert "rejection_sample takes ('whatever',)" in answer["said"]
     assert "rejection_sample takes ('whatever',)" in json.loads(Path(file).read_text())["refused"]

@@ -10,9 +10,9 @@ import torch
 import trained
 from safetensors.torch import load_file
 
+from dflash_plugins import audit
 from dflash_plugins.identity import judge, numerical_bound
-from vllm_ext import audit
-from vllm_ext.runner import AUDIT
+from dflash_plugins.switches import AUDIT
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 

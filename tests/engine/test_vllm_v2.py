@@ -15,8 +15,8 @@ import tiny
 import torch
 import trained
 
-from vllm_ext import audit
-from vllm_ext.runner import AUDIT
+from dflash_plugins import audit
+from dflash_plugins.switches import AUDIT
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.heavy]
 
