@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from dflash_plugins.proposals import OneHot, Proposals
+from dflash_plugins.switches import read_switches
 from dflash_plugins.verify import Uniforms, Verdict, verify_sampled
+
+logger = logging.getLogger("sglang.dflash_plugins")
+
+NO_ACCEPTANCE = "DFLASH_PLUGINS_NO_ACCEPTANCE"
+"""True: the engine verifies sampled requests by itself. For tests: without its kernel it takes the argmax instead."""
 
 
 def target_probs(logits: Tensor, sampling: Any) -> Tensor:
@@ -53,6 +61,21 @@ def accept(candidates: Tensor, drafted: Proposals | None, logits: Tensor, sampli
     return verify_sampled(proposals, target_probs(logits.view(rows, width, -1), sampling), uniforms)
 
 
-def ours(*, drafts: bool, all_greedy: bool, engine_can: bool) -> bool:
-    """Whether the core verifies a batch: a sampled one, drafted by our worker or beyond what the engine can."""
-    return not all_greedy and (drafts or not engine_can)
+def ours(*, drafts: bool, all_greedy: bool, engine_can: bool, allowed: bool = True) -> bool:
+    """Whether the core verifies a batch: a sampled one, drafted by our worker or beyond what the engine can.
+
+    ``allowed`` is ``core_may_verify`` of the environment.
+    """
+    return allowed and not all_greedy and (drafts or not engine_can)
+
+
+def core_may_verify(environment: Mapping[str, str]) -> bool:
+    """False where ``NO_ACCEPTANCE`` is set, which is warned of; ValueError where it is neither true nor false."""
+    (switched_off,) = read_switches(environment, (NO_ACCEPTANCE,))
+    if switched_off:
+        logger.warning(
+            "dflash-plugins: %s is set: SGLang verifies sampled requests by itself, and where it has no kernel for it "
+            "their tokens are the most probable ones instead of drawn",
+            NO_ACCEPTANCE,
+        )
+    return not switched_off

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import os
 from typing import Any, cast
 
 import torch
@@ -44,6 +45,7 @@ class DFlashPluginsWorker(DFlashWorkerV2):
         self._block: Any = None
         self._first_forward = self.draft_model_runner.forward
         self.draft_model_runner.forward = self._forward_and_remember
+        self._core_may_verify = acceptance.core_may_verify(os.environ)
         self._accepts_target_choices = "target_predict" in inspect.signature(super()._accept_block).parameters
 
     @property
@@ -61,6 +63,8 @@ class DFlashPluginsWorker(DFlashWorkerV2):
 
     def _validate_phase1_sampling_support(self, batch: Any) -> None:
         """Sampled requests are verified by the core: nothing falls back to greedy, nothing to warn of."""
+        if not self._core_may_verify:
+            super()._validate_phase1_sampling_support(batch)
 
     def _propose_selector_block(
         self, *, draft_logits_output: Any, bs: int, lm_head: Any, anchor_token_ids: Tensor, sampling_info: Any
@@ -70,22 +74,20 @@ class DFlashPluginsWorker(DFlashWorkerV2):
         with torch.inference_mode():
             drafted = draft_in_passes(backbone, anchor_token_ids, self.num_proposals, choose, self.prefix_lengths)
         self._count_non_finite(drafted.dropped)
-        if sampling_info is not None and not sampling_info.is_all_greedy:
+        if self._verifies(sampling_info):
             self._selector_sample = Proposals.of(drafted.ids, realised_q(backbone, drafted), dropped=drafted.dropped)
         return drafted.ids
 
     def _choose(self, rows: int, sampling: Any) -> Choose:
         """As the engine drafts: without a selector always the best token, with one at each request's temperature."""
-        if self.drafter.selector is None or sampling is None or sampling.is_all_greedy:
+        if self.drafter.selector is None or not self._verifies(sampling):
             return choose_by_argmax
         temperature = torch.where(sampling.top_ks.view(-1) <= 1, 0.0, sampling.temperatures.view(-1))
         uniforms = torch.rand(rows, self.num_proposals, device=temperature.device)
         return choose_by_uniforms(temperature, uniforms)
 
     def _accept_block(self, *, candidates: Tensor, next_token_logits: Tensor, sampling_info: Any, **more: Any) -> Any:
-        all_greedy = sampling_info is None or sampling_info.is_all_greedy
-        engine_can = is_dflash_sampling_verify_available()
-        if not acceptance.ours(drafts=True, all_greedy=all_greedy, engine_can=engine_can):
+        if not self._verifies(sampling_info):
             return super()._accept_block(
                 candidates=candidates, next_token_logits=next_token_logits, sampling_info=sampling_info, **more
             )
@@ -97,6 +99,13 @@ class DFlashPluginsWorker(DFlashWorkerV2):
         out_tokens, commit_lens = _commit_accept(candidates, accepted, bonus)
         found = (accepted, commit_lens, bonus, out_tokens, None)
         return found if self._accepts_target_choices else (*found, None)
+
+    def _verifies(self, sampling: Any) -> bool:
+        """Whether the core verifies this batch, and so may be given proposals that were drawn."""
+        all_greedy, engine_can = sampling is None or sampling.is_all_greedy, is_dflash_sampling_verify_available()
+        return acceptance.ours(
+            drafts=True, all_greedy=all_greedy, engine_can=engine_can, allowed=self._core_may_verify
+        )
 
     def run_pass_again(self, block_ids: Tensor) -> Tensor:
         """Final-norm hidden states [R, B, H] of ``block_ids`` [R, B] at the places of the first pass."""
