@@ -45,14 +45,15 @@ class Drafting:
 
     ``positions``: those of the context rows, of which the first ``kept`` count. ``context``: number of context rows its
     block attends to, None if the engine has capped that. ``slots``: where the kept rows were written, and where the
-    block table has their positions.
+    block table has their positions. An engine that drafts at the beginning of a round has the block apart from the
+    context: without ``block_ids`` there is none here.
     """
 
     positions: Sequence[int]
     kept: int
     context: int | None
-    block_positions: Sequence[int]
-    block_ids: Sequence[int]
+    block_positions: Sequence[int] = ()
+    block_ids: Sequence[int] = ()
     slots: tuple[Sequence[int], Sequence[int]] = ((), ())
 
 
@@ -140,6 +141,16 @@ class RequestAudit:
         """The request sits out a step."""
         if not self._lost:
             self.machine.skip()
+
+    def block(self, drafting: Drafting, drafts: Sequence[int]) -> list[Mismatch]:
+        """Where an engine drafts at the beginning of a round: what its drafter was given and gave, before ``round``."""
+        self._found = []
+        if not self._lost:
+            for sentence in self.machine.differences(drafter_context=drafting.context):
+                self._differs("drafter_context", self.machine.lengths.drafter_context, drafting.context, sentence)
+            self._expect_block(self.machine.lengths.drafter_context, drafting)
+        self._expect_drafts(drafts)
+        return self._found
 
     def round(self, seen: Seen) -> list[Mismatch]:
         """Everything of this step that is not as the core has it."""
@@ -263,7 +274,8 @@ class RequestAudit:
             self._differs("drafter_context", commit.after.drafter_context, drafting.context, sentence)
         written, by_table = drafting.slots
         self._differs("context_slots", list(by_table), list(written), "context rows lie where the block table has them")
-        if self.machine.phase is Phase.READY:  # a block drafted amid a prompt is void, whatever its anchor
+        # A block drafted amid a prompt is void, whatever its anchor.
+        if self.machine.phase is Phase.READY and drafting.block_ids:
             self._expect_block(commit.after.drafter_context, drafting)
 
     def _expect_block(self, anchor: int, drafting: Drafting) -> None:
@@ -309,7 +321,7 @@ class Counts:
 
     def add(self, seen: Seen) -> None:
         """Count one step of one request."""
-        self.blocks += seen.drafting is not None
+        self.blocks += bool(seen.drafting and seen.drafting.block_ids)
         if seen.emitted is None:
             self.chunks += 1
             return
@@ -337,6 +349,12 @@ class Report:
         self.counts.add(seen)
         for found in audit.round(seen):
             self.mismatch(request, audit.rounds, found)
+
+    def block(self, request: str, audit: RequestAudit, drafting: Drafting, drafts: Sequence[int]) -> None:
+        """Compare a block drafted at the beginning of a round and write down what differs."""
+        self.counts.blocks += 1
+        for found in audit.block(drafting, drafts):
+            self.mismatch(request, audit.rounds + 1, found)
 
     def mismatch(self, request: str, number: int, found: Mismatch) -> None:
         """Count it; log and write it, unless its kind has filled the log or the file."""

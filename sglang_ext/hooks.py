@@ -151,3 +151,21 @@ ON_CPU = (
         reads=("use_table_qk_norm_rope",),
     ),
 )
+
+# Checked as well where the run is to be audited.
+AT_AUDIT = (
+    Hook(
+        _WORKER,
+        "DFlashWorkerV2._append_target_hidden_to_draft_kv_by_loc",
+        Use.OVERRIDDEN,
+        "to see which rows become context, and where",
+        parameters=("self", "target_hidden", "cache_loc", "positions", "cache_loc_2d", "commit_lens"),
+    ),
+    Hook(
+        _WORKER,
+        "DFlashWorkerV2.forward_batch_generation",
+        Use.READ,
+        "to be sure what a round is made of",
+        reads=("prefix_lens", "extend_lens", "is_extend_in_batch", "use_compact_draft_cache"),
+    ),
+)

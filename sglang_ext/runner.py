@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import functools
+import logging
+import os
 from typing import Any
 
 from dflash_plugins.errors import DFlashPluginsError
 from dflash_plugins.hooks import Patches, drift
+from dflash_plugins.switches import AUDIT
 from sglang_ext.features import refused_rules
 from sglang_ext.hooks import AT_WORKER, ON_CPU
 from sglang_ext.serving import Served, served
+
+logger = logging.getLogger("sglang.dflash_plugins")
 
 _patches = Patches()
 
@@ -26,6 +31,8 @@ def prepare(worker: type, server_args: Any) -> type:
     """
     serving = served(server_args, warn=False)
     if serving is None:
+        if os.environ.get(AUDIT, "").strip():
+            logger.warning("dflash-plugins: %s is set, but SGLang drafts by itself here: nothing to audit", AUDIT)
         return worker
     sentences = drift((*AT_WORKER, *(ON_CPU if serving.on_cpu else ())))
     if sentences:
@@ -37,6 +44,11 @@ def prepare(worker: type, server_args: Any) -> type:
         from sglang_ext import cpu
 
         cpu.prepare(_patches)
+    if os.environ.get(AUDIT, "").strip():
+        from sglang_ext import audit
+
+        audit.require()
+        return audit.AuditedWorker
     from sglang_ext.proposer import DFlashPluginsWorker
 
     return DFlashPluginsWorker
@@ -63,6 +75,6 @@ def _refuse_half_applied_rules() -> None:
 
     @functools.wraps(shipped)
     def validate(req: Any, enable_overlap: bool) -> str | None:
-        return shipped(req, enable_overlap) or refused_rules(req.sampling_params)
+        return shipped(req, enable_overlap) or refused_rules(req)
 
     _patches.attribute(scheduler, "validate_dflash_request", validate)

@@ -28,11 +28,12 @@ def write_distribution(site: Path) -> Path:
 
 
 def write_watch(site: Path) -> None:
-    """Metadata that lets SGLang's processes load ``sglang_watch``."""
+    """Metadata that lets SGLang's processes load ``sglang_watch`` and ``sglang_faults``."""
     info = site / "sglang_watch-0.0.0.dist-info"
     info.mkdir(parents=True)
     info.joinpath("METADATA").write_text("Metadata-Version: 2.1\nName: sglang-watch\nVersion: 0.0.0\n")
-    info.joinpath("entry_points.txt").write_text("[sglang.srt.plugins]\nwatch = sglang_watch:register\n")
+    entries = "[sglang.srt.plugins]\nwatch = sglang_watch:register\nfaults = sglang_faults:register\n"
+    info.joinpath("entry_points.txt").write_text(entries)
 
 
 @pytest.fixture(scope="session")
