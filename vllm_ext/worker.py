@@ -1,22 +1,16 @@
 """The process in which vLLM runs for the commands of the core: ``python -m vllm_ext.worker CONFIG_JSON``.
 
-The protocol is that of ``dflash_plugins.driver``. vLLM is imported only after its output has been turned away from the
-channel that carries the answers.
+vLLM is imported only after its output has been turned away from the channel that carries the answers.
 """
 
 from __future__ import annotations
 
-import json
-import os
-import queue
-import sys
-import threading
 import time
-import traceback
 from collections.abc import Callable, Sequence
-from typing import IO, Any
+from typing import Any
 
 from dflash_plugins.driver import Completion, Counters, EngineConfig, Generated, Hello, Sampling
+from dflash_plugins.worker import Channel, difference, encode_messages, run
 
 COUNTERS = {
     "vllm:spec_decode_num_drafts": "rounds",
@@ -24,31 +18,6 @@ COUNTERS = {
     "vllm:spec_decode_num_accepted_tokens": "accepted",
     "vllm:spec_decode_num_accepted_tokens_per_pos": "accepted_by_slot",
 }
-
-
-class Channel:
-    """Requests in, answers out. When the parent closes its end nobody waits any more, and the process ends at once."""
-
-    def __init__(self) -> None:
-        self._answers: IO[str] = os.fdopen(os.dup(1), "w", encoding="utf-8")
-        os.dup2(2, 1)  # what the engine prints goes to the log
-        requests = os.fdopen(os.dup(0), encoding="utf-8")
-        with open(os.devnull, encoding="utf-8") as nothing:  # noqa: PTH123 - a file descriptor is wanted
-            os.dup2(nothing.fileno(), 0)
-        self._requests: queue.Queue[dict[str, Any]] = queue.Queue()
-        threading.Thread(target=self._listen, args=(requests,), daemon=True).start()
-
-    def _listen(self, requests: IO[str]) -> None:
-        for line in requests:
-            self._requests.put(json.loads(line))
-        os._exit(0)  # also in the middle of a batch: an orphan would decode for nobody
-
-    def next(self) -> dict[str, Any]:
-        return self._requests.get()
-
-    def send(self, message: dict[str, Any]) -> None:
-        self._answers.write(json.dumps(message) + "\n")
-        self._answers.flush()
 
 
 class ProgressSink:
@@ -86,15 +55,7 @@ class Worker:
         return Hello(engine="vllm", version=vllm.__version__, flags=flags_in_force(self._llm.llm_engine.vllm_config))
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
-        tokenizer = self._tokenizer
-        if tokenizer is None:
-            raise ValueError("the target has no tokenizer: give prompts as ids")
-        if not getattr(tokenizer, "chat_template", None):
-            return [list(tokenizer.encode(text)) for text in texts]
-        messages = [[{"role": "user", "content": text}] for text in texts]
-        template: Any = tokenizer.apply_chat_template
-        rendered = [template(m, tokenize=False, add_generation_prompt=True) for m in messages]
-        return [list(tokenizer.encode(text, add_special_tokens=False)) for text in rendered]
+        return encode_messages(self._tokenizer, texts)
 
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> Generated:
         from vllm import SamplingParams
@@ -187,51 +148,5 @@ def completion(sample: Any) -> Completion:
     return Completion(ids=tuple(sample.token_ids), text=sample.text, finish_reason=sample.finish_reason, logits=logits)
 
 
-def difference(before: Counters, after: Counters) -> Counters:
-    """What one batch added to the engine's running counters."""
-    slots = before.accepted_by_slot or (0,) * len(after.accepted_by_slot)
-    return Counters(
-        rounds=after.rounds - before.rounds,
-        proposed=after.proposed - before.proposed,
-        accepted=after.accepted - before.accepted,
-        accepted_by_slot=tuple(b - a for a, b in zip(slots, after.accepted_by_slot, strict=True)),
-    )
-
-
-def serve(channel: Channel, worker: Worker) -> None:
-    """Answer requests until the parent closes the channel."""
-    while True:
-        request = channel.next()
-        try:
-            if request["op"] == "encode":
-                channel.send({"result": worker.encode(request["texts"])})
-            else:
-                sampling = Sampling.model_validate(request["sampling"])
-                channel.send({"result": worker.generate(request["prompts"], sampling).model_dump(mode="json")})
-        except Exception as error:
-            traceback.print_exc()
-            channel.send({"error": describe(error)})
-
-
-def describe(error: BaseException) -> str:
-    """One line: the innermost reason is what the user can act on."""
-    while error.__cause__ is not None:
-        error = error.__cause__
-    return f"{type(error).__name__}: " + " ".join(str(error).split())
-
-
-def main() -> None:
-    channel = Channel()
-    try:
-        worker = Worker(EngineConfig.model_validate_json(sys.argv[1]), channel)
-    except Exception as error:
-        traceback.print_exc()
-        channel.send({"error": describe(error)})
-        sys.stdout.flush()
-        os._exit(1)
-    channel.send({"result": worker.hello().model_dump(mode="json")})
-    serve(channel, worker)
-
-
 if __name__ == "__main__":
-    main()
+    run(Worker)
