@@ -1,8 +1,9 @@
 """A plugin for tests: writes down what our worker drafts and what is accepted, or hands on other drafts.
 
 SGLang drafts in a process of its own, which loads plugins; the test's site lists this one. ``SGLANG_WATCH=FILE`` takes
-one JSON line per request and round: ``{"request", "place", "anchor", "draft", "accepted", "passes"}``, where ``place``
-is the anchor's position and ``passes`` are the block ids of every pass. ``SGLANG_WATCH_DRAFTS=MODE`` replaces the
+one JSON line per request and round: ``{"request", "prompt", "place", "anchor", "draft", "accepted", "passes", "free"}``,
+where ``place`` is the anchor's position, ``passes`` are the block ids of every pass and ``free`` counts what nobody
+needs: slots of tokens, those that only the prefix cache holds among them, and rows of requests. ``SGLANG_WATCH_DRAFTS=MODE`` replaces the
 drafts: ``wrong`` (never what was drafted), ``random``, or ``right`` from the texts in ``SGLANG_WATCH_TRUTH=FILE``
 (JSON list of whole texts, prompt and continuation).
 """
@@ -30,7 +31,7 @@ def register():
 def watching(worker):
     import torch
 
-    file = Path(os.environ["SGLANG_WATCH"]).open("a")
+    file = Path(os.environ["SGLANG_WATCH"]).open("a")  # noqa: SIM115 - for as long as the process lives
     mode = os.environ.get("SGLANG_WATCH_DRAFTS", "own")
     truth = (
         [tuple(t) for t in json.loads(Path(os.environ["SGLANG_WATCH_TRUTH"]).read_text())] if mode == "right" else []
@@ -61,13 +62,21 @@ def watching(worker):
             width, places = self.block_size, self._batch.seq_lens.tolist()
             passes = [[ids[i * width : (i + 1) * width] for ids in self._passes] for i in range(len(real))]
             rows = zip(self._batch.reqs, places, anchor_token_ids.tolist(), real.tolist(), passes, strict=True)
+            free = self.free()
             self._notes = [
-                {"request": r.rid, "place": p, "anchor": a, "draft": d, "passes": q} for r, p, a, d, q in rows
+                {"request": r.rid, "prompt": list(r.origin_input_ids), "place": p, "anchor": a, "draft": d, "passes": q}
+                | {"free": free}
+                for r, p, a, d, q in rows
             ]
             if mode == "own":
                 return real
             self._selector_sample = None  # a drafter that is sure of itself: q is one-hot
             return torch.tensor([self.given(note) for note in self._notes], dtype=real.dtype)
+
+        def free(self):
+            batch = self._batch
+            tokens = batch.token_to_kv_pool_allocator.available_size() + batch.tree_cache.evictable_size()
+            return [tokens, batch.req_to_token_pool.available_size()]
 
         def given(self, note):
             vocab = self.model_config.vocab_size
