@@ -32,6 +32,24 @@ def ties(plain_texts, texts):
     return found
 
 
+def by_transformers(target, requests):
+    """{ids, reason, best} of [{prompt, max_new_tokens}] by ``generate`` of transformers, one at a time, EOS ignored."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
+    model.generation_config.eos_token_id = None
+    found = []
+    for one in requests:
+        got = model.generate(
+            torch.tensor([one["prompt"]]), max_new_tokens=one["max_new_tokens"], do_sample=False,
+            return_dict_in_generate=True, output_logits=True, pad_token_id=0,
+        )  # fmt: skip
+        tops = [row[0].topk(5) for row in got.logits]
+        best = [list(zip(top.indices.tolist(), top.values.tolist(), strict=True)) for top in tops]
+        found.append({"ids": got.sequences[0, len(one["prompt"]) :].tolist(), "reason": "length", "best": best})
+    return found
+
+
 class Reference:
     """The core's drafter, and the oracle that shares no code with it, on features of the target in transformers."""
 

@@ -101,14 +101,14 @@ async def ask(engine, name, request, pieces=None):
     given = {"input_ids": request["prompt"], "sampling_params": params(request), "rid": name, "stream": stream}
     if not stream:
         return answer(await engine.async_generate(**given))
-    seen, last = 0, None
+    seen = []
     if pieces == 0:
         asyncio.get_running_loop().call_later(0.05, engine.tokenizer_manager.abort_request, name)
-    async for last in await engine.async_generate(**given):
-        seen += 1
-        if seen == pieces:
+    async for output in await engine.async_generate(**given):
+        seen.append(answer(output))
+        if len(seen) == pieces:
             engine.tokenizer_manager.abort_request(name)
-    return answer(last)
+    return seen[-1]
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
 """A plugin for tests: writes down what our worker drafts and what is accepted, or hands on other drafts.
 
 SGLang drafts in a process of its own, which loads plugins; the test's site lists this one. ``SGLANG_WATCH=FILE`` takes
-one JSON line per request and round: ``{"request", "prompt", "place", "anchor", "draft", "accepted", "passes", "free"}``,
-where ``place`` is the anchor's position, ``passes`` are the block ids of every pass and ``free`` counts what nobody
-needs: slots of tokens, those that only the prefix cache holds among them, and rows of requests. ``SGLANG_WATCH_DRAFTS=MODE`` replaces the
-drafts: ``wrong`` (never what was drafted), ``random``, or ``right`` from the texts in ``SGLANG_WATCH_TRUTH=FILE``
-(JSON list of whole texts, prompt and continuation).
+one JSON line per request and round: ``{"request", "prompt", "place", "anchor", "draft", "accepted", "passes",
+"free"}``, where ``place`` is the anchor's position, ``passes`` are the block ids of every pass and ``free`` counts what
+nobody needs: slots of tokens, those that only the prefix cache holds among them, and rows of requests.
+``SGLANG_WATCH_DRAFTS=MODE`` replaces the drafts: ``wrong`` (never what was drafted), ``random``, or ``right`` from the
+texts in ``SGLANG_WATCH_TRUTH=FILE`` (JSON list of whole texts, prompt and continuation).
 """
 
 import json

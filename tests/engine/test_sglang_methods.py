@@ -1,13 +1,14 @@
 """A real SGLang on a CPU with tiny trained pairs: every method drafts what it should, and the text is the plain one."""
 
+import json
 from collections import Counter
 from functools import cache
 
 import pytest
-import torch
 import trained
 from core_drafts import (
     Reference,
+    by_transformers,
     check_against_the_core,
     check_against_the_oracle,
     compared,
@@ -40,7 +41,7 @@ def requests():
     return [{"prompt": p, "max_new_tokens": 20 + i % 9, "ignore_eos": True} for i, p in enumerate(prompts)]
 
 
-def sampled_requests(count=len(LENGTHS) + len(LONG)):
+def sampled_requests(count):
     """Others to stand beside them, sampled by several rules."""
     rules = (
         {"temperature": 1.0},
@@ -60,24 +61,6 @@ def given_up():
 def probe(seed):
     """A request by which the pools are read."""
     return {"requests": [{"prompt": trained.prompts(1, seed=seed, lengths=[11])[0], "max_new_tokens": 12}]}
-
-
-def by_transformers(requests):
-    """{ids, reason, best} of every request, by ``generate`` of transformers, one at a time."""
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(trained.pair("dflash")[0], dtype=torch.float32).eval()
-    model.generation_config.eos_token_id = None
-    found = []
-    for one in requests:
-        got = model.generate(
-            torch.tensor([one["prompt"]]), max_new_tokens=one["max_new_tokens"], do_sample=False,
-            return_dict_in_generate=True, output_logits=True, pad_token_id=trained.PAD,
-        )  # fmt: skip
-        tops = [row[0].topk(5) for row in got.logits]
-        best = [list(zip(top.indices.tolist(), top.values.tolist(), strict=True)) for top in tops]
-        found.append({"ids": got.sequences[0, len(one["prompt"]) :].tolist(), "reason": "length", "best": best})
-    return found
 
 
 def cut_requests(requests, texts):
@@ -108,7 +91,7 @@ def cut_by_hand(request, text):
 def given():
     """The requests and their texts by transformers; the requests that cut them, and what is left of the texts."""
     own = requests()
-    texts = by_transformers(own)
+    texts = by_transformers(trained.pair("dflash")[0], own)
     cut = cut_requests(own, texts)
     left = [cut_by_hand(request, text) for request, text in zip(cut, texts, strict=True)]
     return {"requests": own, "texts": texts, "cut": cut, "cut_texts": left}
@@ -134,12 +117,15 @@ def serve(run_sglang, given):
     def of(method):
         target, drafter = trained.pair(method)
         own = given["requests"]
+        mixed = [one for pair in zip(own, sampled_requests(len(own)), strict=True) for one in pair]
         asked = {
             "before": probe(8),
             "aborts": {"requests": own, "aborted": given_up()},
             "cuts": {"requests": given["cut"]},
             "prefix cache": {"requests": own},
-            "among sampled": {"requests": [one for pair in zip(own, sampled_requests(), strict=True) for one in pair]},
+            "among sampled": {
+                "requests": [one for pair in zip(own, sampled_requests(len(own)), strict=True) for one in pair]
+            },
             "after": probe(9),
         }
         got = run_sglang("waves", target=target, drafter=drafter, waves=asked, watch=True, **SIZES)
@@ -231,8 +217,8 @@ def test_rounds_are_the_reference_generators(served, given):
     reference, ours, theirs = served["reference"], [], []
     for i, request in enumerate(given["requests"]):
         settings = Settings(k=K, max_new_tokens=request["max_new_tokens"])
-        (one,) = generate(reference.target, reference.drafter, [request["prompt"]], settings)
-        theirs.append([round.accepted for round in one.rounds[1:]])
+        (done,) = generate(reference.target, reference.drafter, [request["prompt"]], settings)
+        theirs.append([one.accepted for one in done.rounds[1:]])
         rounds = [r for r in served["rounds of"]["aborts"] if r["request"] == f"aborts/{i}"]
         # With overlap the engine has begun a round more when it learns that the text is at its end.
         ours.append([r["accepted"] for r in rounds][: served["waves"]["aborts"][i]["rounds"]])
@@ -265,3 +251,98 @@ def test_drafts_are_good_enough_for_a_wrong_one_to_be_seen(served):
 def test_the_loop_gains(serve):
     """Passes that saw only masks, or that were not trained for, would not."""
     assert emitted(serve("dloop")) > emitted(serve("dflash")) + 0.2
+
+
+@pytest.fixture(scope="module")
+def in_a_window(run_sglang, given):
+    """``in_a_window(method, overlap)``: served where the drafter keeps the last tokens only."""
+
+    @cache
+    def of(method, overlap):
+        target, drafter = trained.pair(method)
+        own = given["requests"]
+        asked = {"aborts": {"requests": own, "aborted": given_up()}, "prefix cache": {"requests": own}}
+        got = run_sglang(
+            "waves", target=target, drafter=drafter, waves=asked, watch=True,
+            speculative_draft_window_size=WINDOW, disable_overlap_schedule=not overlap, **SIZES,
+        )  # fmt: skip
+        got["rounds of"] = waves_of(got, asked)
+        return got | {"reference": Reference(target, drafter)}
+
+    return of
+
+
+# A window and the overlap schedule each without the other as well.
+CUT = [*((method, False) for method in trained.METHODS), ("dloop-selector", True)]
+
+
+@pytest.mark.parametrize(("method", "overlap"), CUT)
+def test_text_is_the_same_in_a_window(in_a_window, given, method, overlap):
+    got = in_a_window(method, overlap)
+    assert got["settings"]["speculative_draft_window_size"] == WINDOW
+    assert got["settings"]["disable_overlap_schedule"] is not overlap
+    for wave in ("aborts", "prefix cache"):
+        assert ties(given["texts"], got["waves"][wave]) <= 1
+
+
+@pytest.mark.parametrize(("method", "overlap"), CUT)
+def test_drafts_in_a_window_are_those_of_the_cut_context(in_a_window, given, method, overlap):
+    """The last tokens before the anchor, at their own places; with the whole context many drafts would be others."""
+    got = in_a_window(method, overlap)
+    for wave in ("aborts", "prefix cache"):
+        found = own_rounds(given["requests"], got["waves"][wave], got["rounds of"][wave])
+        assert check_against_the_core(got["reference"], found, K, WINDOW) >= 100
+        whole = compared(got["reference"], found, K)
+        assert sum(draft != other for draft, other in whole) > 0.1 * len(whole)
+
+
+@pytest.mark.parametrize("method", trained.METHODS)
+def test_without_the_overlap_schedule_nothing_else_is_drafted(run_sglang, given, serve, method):
+    if method not in ("dflash2", "dloop"):
+        pytest.skip("one method with a selector and one with several passes are enough")
+    target, drafter = trained.pair(method)
+    asked = {"aborts": {"requests": given["requests"]}}
+    got = run_sglang(
+        "waves", target=target, drafter=drafter, waves=asked, watch=True, disable_overlap_schedule=True, **SIZES
+    )
+    assert got["settings"]["disable_overlap_schedule"] is True
+    assert ties(given["texts"], got["waves"]["aborts"]) <= 1
+    ours, theirs = (
+        own_rounds(given["requests"], one["waves"]["aborts"], rounds)
+        for one, rounds in ((got, got["rounds"]), (serve(method), serve(method)["rounds of"]["aborts"]))
+    )
+    common = set(ours) & set(theirs)
+    assert len(common) >= 100
+    assert sum(ours[one] != theirs[one] for one in common) <= 0.05 * len(common)
+
+
+@pytest.mark.parametrize(("mode", "method"), [("wrong", "dflash"), ("random", "dloop-selector"), ("right", "dflash2")])
+def test_text_does_not_depend_on_the_drafter(run_sglang, given, tmp_path, mode, method):
+    """Whatever is drafted, the text is the plain one, and no slot is lost."""
+    target, drafter = trained.pair(method)
+    own = given["requests"]
+    truth = tmp_path / "truth.json"
+    probes = [probe(8)["requests"][0], probe(9)["requests"][0]]
+    asked = own + probes
+    wholes = [
+        r["prompt"] + t["ids"] for r, t in zip(asked, given["texts"] + by_transformers(target, probes), strict=True)
+    ]
+    truth.write_text(json.dumps(wholes))
+    got = run_sglang(
+        "waves", target=target, drafter=drafter, watch=True, **SIZES,
+        waves={"before": probe(8), "all": {"requests": own}, "again": {"requests": own}, "after": probe(9)},
+        environment={"SGLANG_WATCH_DRAFTS": mode, "SGLANG_WATCH_TRUTH": str(truth)},
+    )  # fmt: skip
+    for wave in ("all", "again"):
+        assert ties(given["texts"], got["waves"][wave]) <= 1
+    accepted = Counter(one["accepted"] for one in got["rounds"])
+    if mode == "right":
+        assert accepted[K] > 0.5 * sum(accepted.values())
+        whole = [1 + (request["max_new_tokens"] - 1) // (K + 1) for request in own]
+        assert all(one["rounds"] <= most for one, most in zip(got["waves"]["all"], whole, strict=True))
+    if mode == "random":
+        assert accepted[0] > 0.9 * sum(accepted.values())
+    if mode == "wrong":
+        assert max(accepted) <= 2
+    before, after = (waves_of(got, ("before", "after"))[name][0]["free"] for name in ("before", "after"))
+    assert before == after
