@@ -10,14 +10,6 @@ from typing import Any
 
 from dflash_plugins.findings import Finding
 
-# Rules of a request that SGLang applies once to a whole block, or not at all: verification would be half right.
-PENALTIES = {
-    "frequency_penalty": 0.0,
-    "presence_penalty": 0.0,
-    "repetition_penalty": 1.0,
-    "min_new_tokens": 0,
-}
-
 
 def feature_findings(settings: Any, on_cpu: bool) -> list[Finding]:
     """Errors for flags in force that are not served. ``settings`` are the engine's arguments by name."""
@@ -90,16 +82,11 @@ def _cpu_findings(settings: Any) -> list[Finding]:
     return found
 
 
-def refused_rules(sampling_params: Any) -> str | None:
-    """A sentence for a request whose penalties count tokens, which rows of one block would have to count apart."""
-    asked = [
-        f"{name}={value}"
-        for name, off in PENALTIES.items()
-        if (value := getattr(sampling_params, name, off)) not in (off, None)
-    ]
-    if not asked:
+def refused_rules(request: Any) -> str | None:
+    """A sentence for a request with a rule that our verification cannot follow, else None."""
+    if getattr(request, "custom_logit_processor", None) is None:
         return None
     return (
-        f"{', '.join(asked)}: SGLang applies penalties once to a whole block of proposals, so that the text would not "
-        "be the target's; send the request without them, or serve without a drafter"
+        "custom_logit_processor: SGLang hands it all rows of a block at once, and it cannot know which proposals come "
+        "before each; send the request without it, or serve without a drafter"
     )

@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 import logging
 import os
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -23,6 +24,7 @@ from dflash_plugins.proposals import Proposals
 from dflash_plugins.selector import Choose, choose_by_uniforms
 from sglang_ext import acceptance
 from sglang_ext.dflash import DFlashPluginsDraftModel
+from sglang_ext.penalties import Outputs, counts_tokens
 
 logger = logging.getLogger("sglang.dflash_plugins")
 
@@ -45,6 +47,10 @@ class DFlashPluginsWorker(DFlashWorkerV2):
         self._block: Any = None
         self._first_forward = self.draft_model_runner.forward
         self.draft_model_runner.forward = self._forward_and_remember
+        self._outputs = Outputs(self.model_config.vocab_size)
+        self._counting: Any = ()
+        self._first_target_forward = self._target_worker.forward_batch_generation
+        self._target_worker.forward_batch_generation = self._target_forward
         self._core_may_verify = acceptance.core_may_verify(os.environ)
         self._accepts_target_choices = "target_predict" in inspect.signature(super()._accept_block).parameters
 
@@ -56,6 +62,33 @@ class DFlashPluginsWorker(DFlashWorkerV2):
     def _forward_and_remember(self, forward_batch: Any, *arguments: Any, **options: Any) -> Any:
         self._block = forward_batch
         return self._first_forward(forward_batch, *arguments, **options)
+
+    def forward_batch_generation(self, batch: Any, *arguments: Any, **options: Any) -> Any:
+        """As the engine, with rules that count tokens applied to every row instead of once to a block."""
+        if not any(map(counts_tokens, batch.reqs or ())):
+            return super().forward_batch_generation(batch, *arguments, **options)
+        prefill, shipped, requests = batch.forward_mode.is_extend(), batch.sampling_info, list(batch.reqs)
+        if prefill:
+            batch.sampling_info = self._outputs.at_prefill(requests, shipped)
+        else:
+            batch.sampling_info, self._counting = replace(shipped, penalizer_orchestrator=None), requests
+        try:
+            result = super().forward_batch_generation(batch, *arguments, **options)
+        finally:
+            shipped.grammar_mask = batch.sampling_info.grammar_mask
+            batch.sampling_info, self._counting = shipped, ()
+        if prefill:
+            self._outputs.begin(requests, result.next_token_ids)
+        else:
+            self._outputs.add(requests, result.next_token_ids.view(len(requests), -1), result.accept_lens)
+        return result
+
+    def _target_forward(self, batch: Any, *arguments: Any, **options: Any) -> Any:
+        result = self._first_target_forward(batch, *arguments, **options)
+        if self._counting:
+            block_ids = options["forward_batch"].input_ids.view(len(self._counting), -1)
+            self._outputs.penalise(self._counting, block_ids, result.logits_output.next_token_logits)
+        return result
 
     def _maybe_build_draft_sampler(self) -> None:
         """Tokens are chosen between passes, outside of what a graph holds."""
@@ -103,9 +136,7 @@ class DFlashPluginsWorker(DFlashWorkerV2):
     def _verifies(self, sampling: Any) -> bool:
         """Whether the core verifies this batch, and so may be given proposals that were drawn."""
         all_greedy, engine_can = sampling is None or sampling.is_all_greedy, is_dflash_sampling_verify_available()
-        return acceptance.ours(
-            drafts=True, all_greedy=all_greedy, engine_can=engine_can, allowed=self._core_may_verify
-        )
+        return acceptance.ours(drafts=True, all_greedy=all_greedy, engine_can=engine_can, allowed=self._core_may_verify)
 
     def run_pass_again(self, block_ids: Tensor) -> Tensor:
         """Final-norm hidden states [R, B, H] of ``block_ids`` [R, B] at the places of the first pass."""

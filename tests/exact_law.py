@@ -14,6 +14,8 @@ from torch import Tensor
 Text = tuple[Any, ...]
 Logits = Callable[[list[list[int]]], Tensor]
 """Logits [N, V] after each of N equally long texts."""
+Law = Callable[[Sequence[float], Sequence[int], Sequence[int], dict[str, Any]], Tensor]
+"""Probabilities [V] of the next token from logits, prompt, output and sampling parameters."""
 REST = None
 """Last entry of a bin that holds all rarer continuations of what stands before it."""
 
@@ -47,11 +49,12 @@ def softmax(scores: Sequence[float]) -> list[float]:
 
 
 def bins(
-    logits: Logits, prompt: list[int], rule: dict[str, Any], length: int, least: float
+    logits: Logits, prompt: list[int], rule: dict[str, Any], length: int, least: float, law: Law = next_token
 ) -> tuple[dict[Text, float], set[Text]]:
     """Probability of each bin of texts of ``length`` tokens, and the inner nodes of the tree that they are leaves of.
 
-    A node with at least ``least`` of the mass is looked into; its rarer continuations make one bin.
+    A node with at least ``least`` of the mass is looked into; its rarer continuations make one bin. ``law`` gives the
+    next token's probabilities as the engine at hand defines its sampling parameters.
     """
     found: dict[Text, float] = {}
     nodes: dict[Text, float] = {(): 1.0}
@@ -61,7 +64,7 @@ def bins(
         rows = logits([[*prompt, *text] for text in nodes]).double().tolist()
         grown: dict[Text, float] = {}
         for (text, mass), row in zip(nodes.items(), rows, strict=True):
-            probs = mass * next_token(row, prompt, text, rule)
+            probs = mass * law(row, prompt, text, rule)
             found[(*text, REST)] = float(probs[probs < least].sum())
             for token in (probs >= least).nonzero().flatten().tolist():
                 ended = token in rule.get("stop_token_ids", ())

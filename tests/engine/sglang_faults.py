@@ -63,6 +63,18 @@ def q_of_other_tokens():
     around(proposer, "realised_q", lambda q: replace(q, ids=q.ids + 1))
 
 
+def q_of_an_argmax():
+    import torch
+
+    from dflash_plugins.selector import Choice
+    from sglang_ext.proposer import DFlashPluginsWorker
+
+    def choose(scores, first):
+        return Choice(scores.argmax(-1), torch.softmax(scores.float(), dim=-1))
+
+    DFlashPluginsWorker._choose = lambda self, rows, sampling: choose
+
+
 def no_rules():
     from dataclasses import replace
 
@@ -77,5 +89,13 @@ def no_rules():
 
 FAULTS = {
     f.__name__: f
-    for f in (one_more_accepted, another_bonus, shifted_context, another_mask, q_of_other_tokens, no_rules)
+    for f in (
+        one_more_accepted,
+        another_bonus,
+        shifted_context,
+        another_mask,
+        q_of_other_tokens,
+        q_of_an_argmax,
+        no_rules,
+    )
 }

@@ -1,0 +1,168 @@
+"""A real SGLang on a CPU: sampled texts follow the target's own law, whatever method drafts.
+
+The law is computed exactly, token by token, so there is one sample and no second one to compare it with. The tests,
+their number, the bins and alpha are fixed before a sample is drawn. ``DFLASH_PLUGINS_TEST_SAMPLES`` draws more.
+"""
+
+import math
+import os
+
+import exact_law
+import pytest
+import torch
+import trained
+
+from dflash_plugins.statistics import needed_noncentrality
+
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.heavy]
+
+SAMPLES = int(os.environ.get("DFLASH_PLUGINS_TEST_SAMPLES", "2000"))
+LENGTH = 6
+LEAST = 0.01
+K = 3
+GREEDY = 40  # greedy requests among the sampled ones
+RULES = {
+    "temperature": {},
+    "top_k": {"top_k": 2},
+    "top_p": {"top_p": 0.75},
+    "min_p": {"min_p": 0.15},
+    "top_k, top_p and min_p": {"temperature": 1.3, "top_k": 5, "top_p": 0.9, "min_p": 0.05},
+    "logit_bias": {},  # its ids are chosen with the prompt
+    "repetition": {"repetition_penalty": 1.5},
+    "presence and frequency": {"presence_penalty": 1.0, "frequency_penalty": 0.8},
+    "all penalties and logit_bias": {"presence_penalty": 0.5, "frequency_penalty": 0.4, "repetition_penalty": 1.3},
+    "min_new_tokens": {"min_new_tokens": 3, "ignore_eos": False},
+}
+# Bonferroni: one chance in a thousand that any of them calls a lossless engine lossy.
+ALPHA = 1e-3 / (len(RULES) * len(trained.METHODS))
+
+
+def next_token(logits, prompt, output, rule):
+    """Probabilities [V] of the next token under sampling parameters as SGLang names and orders them, by loops.
+
+    Only the output counts for penalties. top_p is of all mass, also of what top_k takes away.
+    """
+    scores = [float(x) for x in logits]
+    for token in set(output):
+        count = output.count(token)
+        scores[token] -= rule.get("frequency_penalty", 0) * count + rule.get("presence_penalty", 0)
+        repetition = rule.get("repetition_penalty", 1)
+        scores[token] = scores[token] * repetition if scores[token] < 0 else scores[token] / repetition
+    if len(output) < rule.get("min_new_tokens", 0):
+        for token in {trained.EOS, *rule.get("stop_token_ids", ())}:
+            scores[token] = -math.inf
+    for token, bias in rule.get("logit_bias", {}).items():
+        scores[int(token)] += bias
+    probs = exact_law.softmax([x / rule.get("temperature", 1.0) for x in scores])
+    kept, before = [], 0.0
+    for token in sorted(range(len(probs)), key=lambda t: -probs[t]):
+        enough = len(kept) >= rule.get("top_k", len(probs)) or before > rule.get("top_p", 1.0)
+        if not enough and probs[token] >= rule.get("min_p", 0.0) * max(probs):
+            kept.append(token)
+        before += probs[token]
+    out = torch.zeros(len(probs), dtype=torch.float64)
+    for token in kept:
+        out[token] = probs[token] / sum(probs[t] for t in kept)
+    return out
+
+
+class Law:
+    """The target in transformers, its prompt, and the exact law of every rule."""
+
+    def __init__(self):
+        from transformers import AutoModelForCausalLM
+
+        self.path = trained.pair("dflash")[0]
+        self.model = AutoModelForCausalLM.from_pretrained(self.path, dtype=torch.float32).eval()
+        self.prompt = trained.prompts(1, seed=8, lengths=[12])[0]
+        text = list(self.prompt)
+        for _ in range(LENGTH):
+            text.append(int(self.logits([text])[0].argmax()))
+        self.greedy = text[len(self.prompt) :]
+        best, second = self.logits([self.prompt])[0].topk(2).indices.tolist()
+        biased = {"logit_bias": {str(best): -1.5, str(second): 1.0, str(self.greedy[2]): -2.0}}
+        stops = {"stop_token_ids": [trained.EOS, self.greedy[1], self.greedy[3]]}
+        more = {"logit_bias": biased, "all penalties and logit_bias": biased, "min_new_tokens": stops}
+        base = {"max_new_tokens": LENGTH, "ignore_eos": True}
+        self.rules = {name: base | rule | more.get(name, {}) for name, rule in RULES.items()}
+        self.bins = {
+            name: exact_law.bins(self.logits, self.prompt, rule, LENGTH, LEAST, next_token)
+            for name, rule in self.rules.items()
+        }
+
+    @torch.no_grad()
+    def logits(self, texts):
+        return self.model(torch.tensor(texts)).logits[:, -1]
+
+
+@pytest.fixture(scope="module")
+def law():
+    return Law()
+
+
+def draw(run_sglang, law, method, rules, **options):
+    target, drafter = trained.pair(method)
+    return run_sglang(
+        "sampled", script="sglang_sampling_jobs.py", target=target, drafter=drafter, k=K, prompt=law.prompt,
+        samples=SAMPLES, greedy=GREEDY, rules={name: law.rules[name] for name in rules}, **options,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module", params=trained.METHODS)
+def drawn(request, run_sglang, law):
+    return draw(run_sglang, law, request.param, RULES) | {"method": request.param}
+
+
+def smallest_effect(freedom):
+    """Total variation that 2,000 samples show with chance 0.9, whatever its shape: n sum (p' - p)^2 / p >= 4 n TV^2."""
+    return (needed_noncentrality(freedom, ALPHA, 0.9) / (4 * 2000)) ** 0.5
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_sampled_texts_follow_the_target(drawn, law, rule):
+    texts = drawn["texts"][rule]
+    assert len(texts) == SAMPLES
+    p, freedom = exact_law.fit(texts, *law.bins[rule])
+    print(f"{drawn['method']}, {rule}: p = {p:.3g}, {freedom} degrees, TV {smallest_effect(freedom):.3f}")
+    assert p > ALPHA
+    assert smallest_effect(freedom) < 0.15
+
+
+def test_greedy_requests_among_them_get_the_argmax(drawn, law):
+    assert drawn["texts"]["greedy"] == [law.greedy] * GREEDY
+
+
+def test_proposals_are_accepted_and_rejected(drawn):
+    """Where nearly all or none are, a fault of acceptance or of the residual would not show."""
+    assert 1.2 < drawn["emitted"] < 3.7
+
+
+@pytest.mark.parametrize("method", trained.METHODS)
+def test_a_wrong_q_is_found(run_sglang, law, method):
+    """An argmax proposal handed over with the softmax of its scores; otherwise the tests above prove nothing."""
+    got = draw(run_sglang, law, method, ["temperature"], environment={"SGLANG_FAULT": "q_of_an_argmax"})
+    p, _ = exact_law.fit(got["texts"]["temperature"], *law.bins["temperature"])
+    print(f"{method}, planted: p = {p:.3g}")
+    assert p < ALPHA
+
+
+@pytest.mark.parametrize("method", ["dflash", "dloop-selector"])
+def test_without_our_acceptance_sglang_falls_back_to_greedy(run_sglang, law, method):
+    """What stock SGLang does on a CPU: after the first token, which prefill draws, only the most probable ones."""
+    got = draw(run_sglang, law, method, ["temperature"], environment={"DFLASH_PLUGINS_NO_ACCEPTANCE": "1"})
+    assert got["log"].count("DFLASH_PLUGINS_NO_ACCEPTANCE is set") == 1
+    texts = {tuple(text) for text in got["texts"]["temperature"]}
+    firsts = {text[0] for text in texts}
+    assert len(firsts) > 3
+    assert len(texts) == len(firsts)
+    assert exact_law.fit(got["texts"]["temperature"], *law.bins["temperature"])[0] < ALPHA
+
+
+@pytest.mark.parametrize("options", [{"disable_overlap_schedule": True}], ids=["without overlap"])
+def test_the_schedule_does_not_matter(run_sglang, law, options):
+    rules = ["temperature", "all penalties and logit_bias", "min_new_tokens"]
+    got = draw(run_sglang, law, "dloop-selector", rules, **options)
+    for rule in rules:
+        p, _ = exact_law.fit(got["texts"][rule], *law.bins[rule])
+        print(f"{rule}, {options}: p = {p:.3g}")
+        assert p > ALPHA
