@@ -12,6 +12,7 @@ import logging
 import os
 from typing import Any
 
+from dflash_plugins.errors import DFlashPluginsError
 from dflash_plugins.hooks import drift
 from dflash_plugins.switches import AUDIT, DISABLE, read_switches
 
@@ -73,7 +74,8 @@ def around_arguments(shipped: Any, server_args: Any) -> Any:
         return shipped(server_args)
     from sglang_ext import serving
 
-    serving.served(server_args, warn=True)
+    if serving.served(server_args, warn=True) is not None:
+        refuse_without_effect()
     with serving.platform_admitted(server_args):
         return shipped(server_args)
 
@@ -86,3 +88,14 @@ def around_create_worker(shipped: Any, algorithm: Any, server_args: Any) -> Any:
     from sglang_ext import runner
 
     return runner.prepare(worker, server_args)
+
+
+def refuse_without_effect() -> None:
+    """DFlashPluginsError where the engine's registry has not applied the other hook: it only logs that it failed."""
+    from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+
+    if not hasattr(SpeculativeAlgorithm.create_worker, "__wrapped__"):
+        raise DFlashPluginsError(
+            "SGLang could not apply our hook to SpeculativeAlgorithm.create_worker (its log says why), so that its own "
+            f"worker would draft; {DISABLE}=1 serves without this plugin"
+        )
