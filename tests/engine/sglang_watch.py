@@ -31,7 +31,9 @@ def register():
 def watching(worker):
     import torch
 
-    file = Path(os.environ["SGLANG_WATCH"]).open("a")  # noqa: SIM115 - for as long as the process lives
+    rank = torch.distributed.get_rank()
+    name = os.environ["SGLANG_WATCH"] + (f".rank{rank}" if rank else "")
+    file = Path(name).open("a")  # noqa: SIM115 - for as long as the process lives
     mode = os.environ.get("SGLANG_WATCH_DRAFTS", "own")
     truth = (
         [tuple(t) for t in json.loads(Path(os.environ["SGLANG_WATCH_TRUTH"]).read_text())] if mode == "right" else []
@@ -84,10 +86,10 @@ def watching(worker):
                 return [draw.randrange(vocab) for _ in note["draft"]]
             if mode == "wrong":
                 return [(token + 1) % vocab for token in note["draft"]]
-            request = next(r for r in self._batch.reqs if r.rid == note["request"])
-            prompt = tuple(request.origin_input_ids)
-            whole = next(t for t in truth if t[: len(prompt)] == prompt and t[note["place"]] == note["anchor"])
-            right = list(whole[note["place"] + 1 :][: len(note["draft"])])
+            begun, place = tuple(note["prompt"]), note["place"]
+            wholes = [t for t in truth if t[: len(begun)] == begun and t[place : place + 1] == (note["anchor"],)]
+            # With overlap a round more is begun after a text's end.
+            right = list(wholes[0][place + 1 :][: len(note["draft"])]) if wholes else []
             return right + [5] * (len(note["draft"]) - len(right))
 
     return Watching

@@ -123,9 +123,7 @@ def serve(run_sglang, given):
             "aborts": {"requests": own, "aborted": given_up()},
             "cuts": {"requests": given["cut"]},
             "prefix cache": {"requests": own},
-            "among sampled": {
-                "requests": [one for pair in zip(own, sampled_requests(len(own)), strict=True) for one in pair]
-            },
+            "among sampled": {"requests": mixed},
             "after": probe(9),
         }
         got = run_sglang("waves", target=target, drafter=drafter, waves=asked, watch=True, **SIZES)
