@@ -8,6 +8,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import sglang_watch
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -25,15 +26,6 @@ def write_distribution(site: Path) -> Path:
     ]
     info.joinpath("entry_points.txt").write_text("\n".join(groups))
     return site
-
-
-def write_watch(site: Path) -> None:
-    """Metadata that lets SGLang's processes load ``sglang_watch`` and ``sglang_faults``."""
-    info = site / "sglang_watch-0.0.0.dist-info"
-    info.mkdir(parents=True)
-    info.joinpath("METADATA").write_text("Metadata-Version: 2.1\nName: sglang-watch\nVersion: 0.0.0\n")
-    entries = "[sglang.srt.plugins]\nwatch = sglang_watch:register\nfaults = sglang_faults:register\n"
-    info.joinpath("entry_points.txt").write_text(entries)
 
 
 @pytest.fixture(scope="session")
@@ -67,7 +59,7 @@ def run_sglang(tmp_path_factory):
     pytest.importorskip("sglang")
     base = tmp_path_factory.mktemp("jobs")
     site = write_distribution(base / "site")
-    write_watch(site)
+    sglang_watch.write_distribution(site)
     paths = [str(site), str(HERE), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     settings = {
         "PYTHONPATH": os.pathsep.join(paths),

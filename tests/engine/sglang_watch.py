@@ -14,6 +14,15 @@ import random
 from pathlib import Path
 
 
+def write_distribution(site):
+    """Metadata under ``site`` that lets SGLang's processes load this file and ``sglang_faults``, if in PYTHONPATH."""
+    info = site / "sglang_watch-0.0.0.dist-info"
+    info.mkdir(parents=True)
+    info.joinpath("METADATA").write_text("Metadata-Version: 2.1\nName: sglang-watch\nVersion: 0.0.0\n")
+    entries = "[sglang.srt.plugins]\nwatch = sglang_watch:register\nfaults = sglang_faults:register\n"
+    info.joinpath("entry_points.txt").write_text(entries)
+
+
 def register():
     if "SGLANG_WATCH" not in os.environ:
         return
