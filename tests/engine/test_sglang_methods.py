@@ -18,7 +18,7 @@ from core_drafts import (
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.heavy]
 
-K, WINDOW = trained.BLOCK - 1, 16
+K, FEWER, WINDOW = trained.BLOCK - 1, 3, 16
 # K, K + 1, K + 2, 2(K + 1), 1; then some that come in chunks, of which the later ones begin like the earlier ones.
 LENGTHS = (K, K + 1, K + 2, 2 * (K + 1), 1, 2, 3, 12, 31, 32, 33, 20, 40, 50, 6, K, K + 1, K + 2, 64, 65)
 LONG = (140, 150, 170, 100)
@@ -344,3 +344,19 @@ def test_text_does_not_depend_on_the_drafter(run_sglang, given, tmp_path, mode, 
         assert max(accepted) <= 2
     before, after = (waves_of(got, ("before", "after"))[name][0]["free"] for name in ("before", "after"))
     assert before == after
+
+
+@pytest.mark.parametrize("method", ["dloop", "dloop-selector"])
+def test_fewer_proposals_than_trained_for(run_sglang, given, method):
+    """F07: the prefix of 3 cannot be served with K = 3; that is said once, and the drafts are those of K = 3."""
+    target, drafter = trained.pair(method)
+    own, asked = given["requests"], {"all": {"requests": given["requests"]}}
+    got = run_sglang("waves", target=target, drafter=drafter, k=FEWER, waves=asked, watch=True, **SIZES)
+    assert ties(given["texts"], got["waves"]["all"]) <= 1
+    found = own_rounds(own, got["waves"]["all"], got["rounds"])
+    assert check_against_the_core(Reference(target, drafter), found, FEWER) >= 100
+    lines = got["log"].splitlines()
+    (line,) = [line for line in lines if "trained for" in line and "mode " in line]
+    assert "refine [1]," in line
+    assert f"K {FEWER} (trained for {K})" in line
+    assert len([line for line in lines if "prefix_lengths" in line and "dflash-plugins: " in line]) == 1
