@@ -15,7 +15,7 @@ def feature_findings(settings: Any, on_cpu: bool) -> list[Finding]:
     """Errors for flags in force that are not served. ``settings`` are the engine's arguments by name."""
     return [
         *_threshold_findings(settings),
-        *_parallel_findings(settings, on_cpu),
+        *_parallel_findings(settings),
         *_lora_findings(settings),
         *_disaggregation_findings(settings),
         *_seed_findings(settings),
@@ -33,15 +33,11 @@ def _threshold_findings(settings: Any) -> list[Finding]:
     return found
 
 
-def _parallel_findings(settings: Any, on_cpu: bool) -> list[Finding]:
-    found = []
-    if on_cpu and settings.tp_size > 1:
-        message = "SGLang's ranks on a CPU need its own kernels, which no registry has for CPUs"
-        found.append(Finding.error("tensor-parallel", "tp_size", settings.tp_size, message, "use one process"))
-    if settings.dp_size > 1:
-        message = "several ranks behind one port have not been tried"
-        found.append(Finding.error("data-parallel", "dp_size", settings.dp_size, message, "start one server per rank"))
-    return found
+def _parallel_findings(settings: Any) -> list[Finding]:
+    if settings.dp_size == 1:
+        return []
+    message = "several ranks behind one port have not been tried"
+    return [Finding.error("data-parallel", "dp_size", settings.dp_size, message, "start one server per rank")]
 
 
 def _lora_findings(settings: Any) -> list[Finding]:

@@ -117,6 +117,7 @@ class DFlashPluginsWorker(DFlashWorkerV2):
             return choose_by_argmax
         temperature = torch.where(sampling.top_ks.view(-1) <= 1, 0.0, sampling.temperatures.view(-1))
         uniforms = torch.rand(rows, self.num_proposals, device=temperature.device)
+        self._tp_sync.sync(SpecTpSyncSite.DFLASH_SELECTOR, uniforms)
         return choose_by_uniforms(temperature, uniforms)
 
     def _accept_block(self, *, candidates: Tensor, next_token_logits: Tensor, sampling_info: Any, **more: Any) -> Any:

@@ -98,7 +98,6 @@ SETTINGS = {
     [
         ({}, []),
         ({"speculative_accept_threshold_single": 0.9}, ["accept-threshold"]),
-        ({"tp_size": 2}, ["tensor-parallel"]),
         ({"dp_size": 2, "enable_lora": True}, ["data-parallel", "lora"]),
         ({"disaggregation_mode": "decode"}, ["disaggregation"]),
         ({"enable_deterministic_inference": True}, ["deterministic"]),
@@ -112,7 +111,7 @@ def test_flags_beside_which_it_is_not_served_are_refused_all_at_once(changes, co
 
 
 def test_off_a_cpu_its_own_flags_do_not_matter():
-    settings = SimpleNamespace(**SETTINGS | {"attention_backend": "flashinfer", "page_size": 16, "tp_size": 2})
+    settings = SimpleNamespace(**SETTINGS | {"attention_backend": "flashinfer", "page_size": 16})
     assert features.feature_findings(settings, on_cpu=False) == []
 
 
