@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dflash_plugins.proposals import OneHot, Proposals
+from dflash_plugins.proposals import Proposals
 from dflash_plugins.switches import read_switches
 from dflash_plugins.verify import Uniforms, Verdict, verify_sampled
 
@@ -47,13 +47,9 @@ def _filtered(probs: Tensor, sampling: Any) -> Tensor:
     return torch.zeros_like(probs).scatter_(-1, ids, kept)
 
 
-def accept(candidates: Tensor, drafted: Proposals | None, logits: Tensor, sampling: Any) -> Verdict:
-    """Verify one block per request. ``candidates`` [R, B] are the anchors and the proposals, ``logits`` [R * B, V].
-
-    ``drafted`` is what our worker has drafted and q of it; None means that the engine drafted by argmax (q is one-hot).
-    """
+def accept(candidates: Tensor, proposals: Proposals, logits: Tensor, sampling: Any) -> Verdict:
+    """Verify one block per request. ``candidates`` [R, B] are the anchors and ``proposals``, ``logits`` [R * B, V]."""
     rows, width = candidates.shape
-    proposals = Proposals.of(candidates[:, 1:], OneHot()) if drafted is None else drafted
     uniforms = Uniforms(
         torch.rand(rows, width - 1, dtype=torch.float64, device=logits.device),
         torch.rand(rows, dtype=torch.float64, device=logits.device),

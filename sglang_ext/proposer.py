@@ -20,7 +20,7 @@ from sglang.srt.speculative.spec_tp_sync import SpecTpSyncSite
 from torch import Tensor
 
 from dflash_plugins.methods.base import choose_by_argmax, draft_in_passes, realised_q
-from dflash_plugins.proposals import Proposals
+from dflash_plugins.proposals import OneHot, Proposals, Sparse
 from dflash_plugins.selector import Choose, choose_by_uniforms
 from sglang_ext import acceptance
 from sglang_ext.dflash import DFlashPluginsDraftModel
@@ -29,8 +29,59 @@ from sglang_ext.penalties import Outputs, counts_tokens
 logger = logging.getLogger("sglang.dflash_plugins")
 
 
-class DFlashPluginsWorker(DFlashWorkerV2):
+class VerifyingWorker(DFlashWorkerV2):
+    """The engine's worker, with the core verifying sampled requests where the engine has no kernel for it.
+
+    That is all of it on a platform without the kernel where the engine drafts by itself.
+    """
+
+    drafts = False
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._core_may_verify = acceptance.core_may_verify(os.environ)
+        self._accepts_target_choices = "target_predict" in inspect.signature(super()._accept_block).parameters
+
+    def _validate_phase1_sampling_support(self, batch: Any) -> None:
+        """Sampled requests are verified by the core: nothing falls back to greedy, nothing to warn of."""
+        if not self._core_may_verify:
+            super()._validate_phase1_sampling_support(batch)
+
+    def _verifies(self, sampling: Any) -> bool:
+        """Whether the core verifies this batch, and so may be given proposals that were drawn."""
+        all_greedy, engine_can = sampling is None or sampling.is_all_greedy, is_dflash_sampling_verify_available()
+        return acceptance.ours(
+            drafts=self.drafts, all_greedy=all_greedy, engine_can=engine_can, allowed=self._core_may_verify
+        )
+
+    def _accept_block(self, *, candidates: Tensor, next_token_logits: Tensor, sampling_info: Any, **more: Any) -> Any:
+        if not self._verifies(sampling_info):
+            return super()._accept_block(
+                candidates=candidates, next_token_logits=next_token_logits, sampling_info=sampling_info, **more
+            )
+        drafted = proposals_of(candidates, self._selector_sample)
+        verdict = acceptance.accept(candidates, drafted, next_token_logits, sampling_info)
+        accepted = verdict.accepted.to(torch.int32)
+        bonus = verdict.emitted_ids.gather(1, verdict.accepted[:, None])[:, 0]
+        self._tp_sync.sync(SpecTpSyncSite.DFLASH_SELECTOR, accepted)
+        self._tp_sync.sync(SpecTpSyncSite.DFLASH_SELECTOR, bonus)
+        out_tokens, commit_lens = _commit_accept(candidates, accepted, bonus)
+        found = (accepted, commit_lens, bonus, out_tokens, None)
+        return found if self._accepts_target_choices else (*found, None)
+
+
+def proposals_of(candidates: Tensor, sample: Any) -> Proposals:
+    """Proposals of blocks [R, B]. ``sample`` is ours, or (candidates, q) [R, K, C] of the engine's walk, or None."""
+    if isinstance(sample, Proposals):
+        return sample
+    q = OneHot() if sample is None else Sparse(sample[0].long(), sample[1].float())
+    return Proposals.of(candidates[:, 1:], q)
+
+
+class DFlashPluginsWorker(VerifyingWorker):
     """Drafts whole blocks in as many passes and by whichever choice the drafter's config says."""
+
+    drafts = True
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -51,8 +102,6 @@ class DFlashPluginsWorker(DFlashWorkerV2):
         self._counting: Any = ()
         self._first_target_forward = self._target_worker.forward_batch_generation
         self._target_worker.forward_batch_generation = self._target_forward
-        self._core_may_verify = acceptance.core_may_verify(os.environ)
-        self._accepts_target_choices = "target_predict" in inspect.signature(super()._accept_block).parameters
 
     @property
     def drafter(self) -> DFlashPluginsDraftModel:
@@ -94,11 +143,6 @@ class DFlashPluginsWorker(DFlashWorkerV2):
         """Tokens are chosen between passes, outside of what a graph holds."""
         return
 
-    def _validate_phase1_sampling_support(self, batch: Any) -> None:
-        """Sampled requests are verified by the core: nothing falls back to greedy, nothing to warn of."""
-        if not self._core_may_verify:
-            super()._validate_phase1_sampling_support(batch)
-
     def _propose_selector_block(
         self, *, draft_logits_output: Any, bs: int, lm_head: Any, anchor_token_ids: Tensor, sampling_info: Any
     ) -> Tensor:
@@ -119,25 +163,6 @@ class DFlashPluginsWorker(DFlashWorkerV2):
         uniforms = torch.rand(rows, self.num_proposals, device=temperature.device)
         self._tp_sync.sync(SpecTpSyncSite.DFLASH_SELECTOR, uniforms)
         return choose_by_uniforms(temperature, uniforms)
-
-    def _accept_block(self, *, candidates: Tensor, next_token_logits: Tensor, sampling_info: Any, **more: Any) -> Any:
-        if not self._verifies(sampling_info):
-            return super()._accept_block(
-                candidates=candidates, next_token_logits=next_token_logits, sampling_info=sampling_info, **more
-            )
-        verdict = acceptance.accept(candidates, self._selector_sample, next_token_logits, sampling_info)
-        accepted = verdict.accepted.to(torch.int32)
-        bonus = verdict.emitted_ids.gather(1, verdict.accepted[:, None])[:, 0]
-        self._tp_sync.sync(SpecTpSyncSite.DFLASH_SELECTOR, accepted)
-        self._tp_sync.sync(SpecTpSyncSite.DFLASH_SELECTOR, bonus)
-        out_tokens, commit_lens = _commit_accept(candidates, accepted, bonus)
-        found = (accepted, commit_lens, bonus, out_tokens, None)
-        return found if self._accepts_target_choices else (*found, None)
-
-    def _verifies(self, sampling: Any) -> bool:
-        """Whether the core verifies this batch, and so may be given proposals that were drawn."""
-        all_greedy, engine_can = sampling is None or sampling.is_all_greedy, is_dflash_sampling_verify_available()
-        return acceptance.ours(drafts=True, all_greedy=all_greedy, engine_can=engine_can, allowed=self._core_may_verify)
 
     def run_pass_again(self, block_ids: Tensor) -> Tensor:
         """Final-norm hidden states [R, B, H] of ``block_ids`` [R, B] at the places of the first pass."""

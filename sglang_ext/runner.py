@@ -33,7 +33,7 @@ def prepare(worker: type, server_args: Any) -> type:
     if serving is None:
         if os.environ.get(AUDIT, "").strip():
             logger.warning("dflash-plugins: %s is set, but SGLang drafts by itself here: nothing to audit", AUDIT)
-        return worker
+        return _verifying(worker)
     sentences = drift((*AT_WORKER, *(ON_CPU if serving.on_cpu else ())))
     if sentences:
         lines = "\n".join(f"  {sentence}" for sentence in sentences)
@@ -52,6 +52,22 @@ def prepare(worker: type, server_args: Any) -> type:
     from sglang_ext.proposer import DFlashPluginsWorker
 
     return DFlashPluginsWorker
+
+
+def _verifying(worker: type) -> type:
+    """Where SGLang drafts by itself: ``worker``, or one that has the core verify what SGLang has no kernel for."""
+    from sglang.srt.speculative.dflash_utils import is_dflash_sampling_verify_available
+
+    if is_dflash_sampling_verify_available():
+        return worker
+    sentences = drift(AT_WORKER)
+    if sentences:
+        logger.error("dflash-plugins: sampled requests are left to SGLang, which has changed: %s", "; ".join(sentences))
+        return worker
+    from sglang_ext.proposer import VerifyingWorker
+
+    logger.info("dflash-plugins: sampled requests are verified by the core, SGLang has no kernel for them here")
+    return VerifyingWorker
 
 
 def _register_drafter(serving: Served) -> None:

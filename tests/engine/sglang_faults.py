@@ -1,4 +1,7 @@
-"""A plugin for tests: plants one fault, ``SGLANG_FAULT=NAME``, below what the audit of SGLang watches."""
+"""A plugin for tests: plants one fault, ``SGLANG_FAULT=NAME``, below what the audit of SGLang watches.
+
+``engine_drafts`` is no fault: SGLang's own worker drafts, as on a GPU, and the core only verifies.
+"""
 
 import os
 
@@ -13,8 +16,7 @@ def register():
 
     def planted(worker, server_args):
         found = prepare(worker, server_args)
-        FAULTS[name]()
-        return found
+        return FAULTS[name]() or found
 
     runner.prepare = planted
 
@@ -82,9 +84,19 @@ def no_rules():
 
     shipped = acceptance.accept
     off = {"need_top_k_sampling": False, "need_top_p_sampling": False, "need_min_p_sampling": False}
-    acceptance.accept = lambda candidates, drafted, logits, sampling: shipped(
-        candidates, drafted, logits, replace(sampling, **off)
+    acceptance.accept = lambda candidates, proposals, logits, sampling: shipped(
+        candidates, proposals, logits, replace(sampling, **off)
     )
+
+
+def engine_drafts():
+    from sglang.srt.models import dflash
+    from sglang.srt.models.registry import ModelRegistry
+
+    from sglang_ext.proposer import VerifyingWorker
+
+    ModelRegistry.models |= {name: getattr(dflash, name) for name in ("DFlashDraftModel", "DFlash2DraftModel")}
+    return VerifyingWorker
 
 
 FAULTS = {
@@ -97,5 +109,6 @@ FAULTS = {
         q_of_other_tokens,
         q_of_an_argmax,
         no_rules,
+        engine_drafts,
     )
 }
