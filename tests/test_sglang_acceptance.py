@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from dflash_plugins.proposals import Dense, Proposals
+from dflash_plugins.proposals import Dense, OneHot, Proposals
 from sglang_ext.acceptance import NO_ACCEPTANCE, accept, core_may_verify, ours, target_probs
 from sglang_ext.features import refused_rules
 from sglang_ext.penalties import Outputs, counts_tokens
@@ -137,12 +137,17 @@ Q = [0.4, 0.3, 0.2, 0.1]
 
 
 def first_tokens(drawn: torch.Tensor, q: torch.Tensor | None) -> torch.Tensor:
-    """Share of each token among the first ones emitted, for proposals ``drawn`` [R] verified with ``q`` [V]."""
+    """Share of each token among the first ones emitted, for proposals ``drawn`` [R] verified with ``q`` [V], or one-hot."""
     torch.manual_seed(5)
     candidates = torch.stack([torch.zeros_like(drawn), drawn], dim=1)
     rows = torch.tensor(P).log().expand(len(drawn) * 2, -1)
-    dense = None if q is None else Proposals.of(drawn[:, None], Dense(q.expand(len(drawn), 1, -1)))
-    verdict = accept(candidates, dense, rows, Sampling([1.0] * len(drawn), [ALL] * len(drawn), [1.0] * len(drawn)))
+    said = OneHot() if q is None else Dense(q.expand(len(drawn), 1, -1))
+    verdict = accept(
+        candidates,
+        Proposals.of(drawn[:, None], said),
+        rows,
+        Sampling([1.0] * len(drawn), [ALL] * len(drawn), [1.0] * len(drawn)),
+    )
     return verdict.emitted_ids[:, 0].bincount(minlength=4) / len(drawn)
 
 
