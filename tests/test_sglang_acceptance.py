@@ -137,7 +137,7 @@ Q = [0.4, 0.3, 0.2, 0.1]
 
 
 def first_tokens(drawn: torch.Tensor, q: torch.Tensor | None) -> torch.Tensor:
-    """Share of each token among the first ones emitted, for proposals ``drawn`` [R] verified with ``q`` [V], or one-hot."""
+    """Share of each token among the first emitted, for proposals ``drawn`` [R] verified with ``q`` [V], or one-hot."""
     torch.manual_seed(5)
     candidates = torch.stack([torch.zeros_like(drawn), drawn], dim=1)
     rows = torch.tensor(P).log().expand(len(drawn) * 2, -1)
