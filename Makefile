@@ -9,7 +9,8 @@ demo:
 test: export OMP_NUM_THREADS = 1
 test: lint
 	ci/in-env core -- python -m pytest -m "not engine and not slow"
-	ci/in-env vllm -- python -m pytest -m "engine and not heavy" tests/engine
+	ci/in-env vllm -- python -m pytest -m "engine and not heavy" --ignore-glob "*sglang*" tests/engine
+	ci/in-env sglang -- python -m pytest -m "engine and not heavy" $(wildcard tests/engine/test_sglang_*.py)
 
 lint:
 	ci/in-env core -- ruff check .
