@@ -30,5 +30,33 @@ def sampled(target, prompt, rules, samples, out, drafter=None, k=None, greedy=0,
     Path(out).write_text(json.dumps({"texts": texts, "emitted": 1 + accepted / rounds if rounds else None}))
 
 
+def greedily(target, requests, out, drafter=None, k=None, **options):
+    """Ids of greedy requests [{prompt, ...}] given at once, and how often any of them was put back to the queue."""
+    engine = build(target, drafter, k, **(SIZES | options))
+    try:
+        outputs = engine.generate(
+            input_ids=[one["prompt"] for one in requests],
+            sampling_params=[
+                GREEDY | {name: value for name, value in one.items() if name != "prompt"} for one in requests
+            ],
+        )
+    finally:
+        engine.shutdown()
+    put_back = sum(output["meta_info"]["num_retractions"] for output in outputs)
+    Path(out).write_text(json.dumps({"ids": [output["output_ids"] for output in outputs], "put back": put_back}))
+
+
+def filtered(file, out):
+    """Weights [V] that the engine's own sampler leaves each row of ``file``: [{logits, temperature, top_k, ...}]."""
+    import torch
+    from sglang.srt.layers.sampler import top_k_top_p_min_p_sampling_from_probs_torch as sampler
+
+    rows = json.loads(Path(file).read_text())
+    logits, temperature, top_k, top_p, min_p = (torch.tensor([row[name] for row in rows]) for name in rows[0])
+    probs = torch.softmax(logits / temperature[:, None], dim=-1)
+    _, weights, ids, _ = sampler(probs, top_k, top_p, min_p, True, None, None, return_filtered_probs=True)
+    Path(out).write_text(json.dumps({"weights": torch.zeros_like(probs).scatter_(1, ids.long(), weights).tolist()}))
+
+
 if __name__ == "__main__":
-    {f.__name__: f for f in (sampled,)}[sys.argv[1]](**json.loads(sys.argv[2]))
+    {f.__name__: f for f in (sampled, greedily, filtered)}[sys.argv[1]](**json.loads(sys.argv[2]))

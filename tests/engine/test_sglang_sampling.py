@@ -4,8 +4,11 @@ The law is computed exactly, token by token, so there is one sample and no secon
 their number, the bins and alpha are fixed before a sample is drawn. ``DFLASH_PLUGINS_TEST_SAMPLES`` draws more.
 """
 
+import json
 import math
 import os
+import random
+from types import SimpleNamespace
 
 import exact_law
 import pytest
@@ -166,3 +169,72 @@ def test_the_schedule_does_not_matter(run_sglang, law, options):
         p, _ = exact_law.fit(got["texts"][rule], *law.bins[rule])
         print(f"{rule}, {options}: p = {p:.3g}")
         assert p > ALPHA
+
+
+# Without overlap SGLang applies the repetition penalty before or after the others as a set of classes happens to be
+# ordered, so here it stands alone; with overlap it comes last, which is the order that the exact law above follows.
+PENALTIES = [
+    {"frequency_penalty": 1.0},
+    {"presence_penalty": 1.5},
+    {"repetition_penalty": 1.8},
+    {"min_new_tokens": 20},
+    {"frequency_penalty": 0.5, "presence_penalty": 0.5, "min_new_tokens": 10},
+    {},
+]
+
+
+def penalised(run_sglang, method, rules, **options):
+    target, drafter = trained.pair(method or "dflash")
+    prompts = trained.prompts(24, seed=5)
+    asked = [{"prompt": prompt, "max_new_tokens": 40} | rules[i % len(rules)] for i, prompt in enumerate(prompts)]
+    return run_sglang(
+        "greedily", script="sglang_sampling_jobs.py", target=target, requests=asked, drafter=method and drafter,
+        **options,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def plain_penalised(run_sglang):
+    """Plain SGLang without overlap: with it, its penalties lack the newest token, and count the prompt's last one."""
+    plain = penalised(run_sglang, None, PENALTIES, disable_overlap_schedule=True)["ids"]
+    without = penalised(run_sglang, None, [{}])["ids"]
+    assert sum(a != b for a, b in zip(plain, without, strict=True)) > 5
+    return plain
+
+
+@pytest.mark.parametrize("method", trained.METHODS)
+def test_penalised_texts_are_the_plain_ones(run_sglang, plain_penalised, method):
+    assert penalised(run_sglang, method, PENALTIES)["ids"] == plain_penalised
+
+
+def test_requests_that_are_put_back_half_way_keep_their_penalties(run_sglang, plain_penalised):
+    often = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "3"}
+    got = penalised(run_sglang, "dloop", PENALTIES, environment=often)
+    assert got["put back"] > 5
+    assert got["ids"] == plain_penalised
+
+
+def test_rules_are_those_of_the_engines_own_sampler(run_sglang, tmp_path):
+    """Random rows, the same support and the same weights; with and without each rule."""
+    from sglang_ext.acceptance import target_probs
+
+    source, generator = random.Random(3), torch.Generator().manual_seed(3)
+    rows = []
+    for _ in range(300):
+        rules = {"temperature": (0.3, 1.0, 2.0), "top_k": (1 << 30, 1, 5, 40), "top_p": (1.0, 0.5, 0.95)}
+        rules |= {"min_p": (0.0, 0.02, 0.3)}
+        logits = (3 * torch.randn(trained.VOCAB, generator=generator)).tolist()
+        rows.append({"logits": logits} | {name: source.choice(values) for name, values in rules.items()})
+    file = tmp_path / "rows.json"
+    file.write_text(json.dumps(rows))
+    theirs = torch.tensor(run_sglang("filtered", script="sglang_sampling_jobs.py", file=file)["weights"])
+    theirs /= theirs.sum(dim=1, keepdim=True)
+    names = {"top_ks": "top_k", "top_ps": "top_p", "min_ps": "min_p", "temperatures": "temperature"}
+    sampling = SimpleNamespace(
+        need_top_k_sampling=True, need_top_p_sampling=True, need_min_p_sampling=True,
+        **{name: torch.tensor([row[key] for row in rows]) for name, key in names.items()},
+    )  # fmt: skip
+    mine = target_probs(torch.tensor([row["logits"] for row in rows])[:, None], sampling)[:, 0]
+    assert torch.equal(mine > 0, theirs > 0)
+    torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-7)
+    assert len({int(size) for size in (mine > 0).sum(dim=1)}) > 20
