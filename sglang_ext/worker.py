@@ -9,12 +9,15 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from dflash_plugins.driver import Completion, Counters, EngineConfig, Generated, Hello, Sampling
 from dflash_plugins.worker import Channel, encode_messages, run
+
+Logits = tuple[tuple[tuple[int, float], ...], ...]
+"""Best (id, raw logit) pairs, best first, of every position."""
 
 # On a CPU the cache holds at most so many tokens; requests beyond wait in the engine's queue.
 CPU_POOL_TOKENS = 32768
@@ -48,48 +51,69 @@ class Worker:
         if sampling.logits is not None and self._config.draft is not None:
             raise ValueError("raw logits are had from SGLang without a drafter only")
         began = time.perf_counter()
-        outputs = self._engine.loop.run_until_complete(self._outputs(prompts, sampling))
+        parameters = sampling_parameters(sampling)
+        outputs = self._ask(prompts, lambda done, total: self._channel.send({"progress": [done, total]}), parameters)
         seconds = time.perf_counter() - began
-        completions = tuple(self._completion(output) for output in outputs)
+        logits: list[Logits | None] = [None] * len(outputs)
+        if sampling.logits is not None:
+            logits = [self._logits(p, o["output_ids"], sampling.logits) for p, o in zip(prompts, outputs, strict=True)]
+        completions = tuple(completion(output, rows) for output, rows in zip(outputs, logits, strict=True))
         counters = sum((counters_of(output["meta_info"], self._config.k) for output in outputs), Counters())
         return Generated(completions=completions, seconds=seconds, counters=counters)
 
-    async def _outputs(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[dict[str, Any]]:
+    def _logits(self, prompt: Sequence[int], ids: Sequence[int], count: int) -> Logits:
+        """The ``count`` best raw logits at every position of a continuation, each prefix scored by itself."""
+        prefixes = [[*prompt, *ids[:position]] for position in range(len(ids))]
+        what = {"return_logprob": True, "top_logprobs_num": count, "return_hidden_states": "last"}
+        parameters = sampling_parameters(Sampling(max_tokens=1, ignore_eos=True))
+        metas = [output["meta_info"] for output in self._ask(prefixes, _silent, parameters, **what)]
+        head = Head(Path(self._config.target))
+        best = [[(i, value) for value, i, _ in meta["output_top_logprobs"][0]] for meta in metas]
+        return tuple(head.logits(row, meta["hidden_states"]) for row, meta in zip(best, metas, strict=True))
+
+    def _ask(
+        self,
+        prompts: Sequence[Sequence[int]],
+        progress: Callable[[int, int], None],
+        parameters: Mapping[str, Any],
+        **what: Any,
+    ) -> list[dict[str, Any]]:
+        """The engine's answers to all prompts; raises the first reason after all have been answered."""
         done = 0
 
         async def one(prompt: Sequence[int]) -> dict[str, Any]:
             nonlocal done
-            output: dict[str, Any] = await self._engine.async_generate(
-                input_ids=list(prompt),
-                sampling_params=sampling_parameters(sampling),
-                return_logprob=sampling.logits is not None,
-                top_logprobs_num=sampling.logits or 0,
-                return_hidden_states="last" if sampling.logits is not None else False,
-            )
+            asked = self._engine.async_generate(input_ids=list(prompt), sampling_params=dict(parameters), **what)
+            output: dict[str, Any] = await asked
+            reason = output["meta_info"]["finish_reason"]
+            if reason["type"] == "abort":
+                raise ValueError(f"the engine ended a request: {reason.get('message')}")
             done += 1
-            self._channel.send({"progress": [done, len(prompts)]})
+            progress(done, len(prompts))
             return output
 
-        # Every request is awaited, also after one was refused: the next batch begins with an idle engine.
-        outputs = await asyncio.gather(*(one(prompt) for prompt in prompts), return_exceptions=True)
+        async def every() -> list[dict[str, Any] | BaseException]:
+            return await asyncio.gather(*(one(prompt) for prompt in prompts), return_exceptions=True)
+
+        outputs = self._engine.loop.run_until_complete(every())
         for output in outputs:
             if isinstance(output, BaseException):
                 raise output
-        return [output for output in outputs if not isinstance(output, BaseException)]
+        return outputs
 
-    def _completion(self, output: Mapping[str, Any]) -> Completion:
-        meta = output["meta_info"]
-        reason = meta["finish_reason"]
-        if reason["type"] == "abort":
-            raise ValueError(f"the engine ended a request: {reason.get('message')}")
-        logits = None
-        if "output_top_logprobs" in meta:
-            head = Head(Path(self._config.target))
-            rows = zip(meta["output_top_logprobs"], meta["hidden_states"], strict=True)
-            logits = tuple(head.logits([(i, value) for value, i, _ in best], hidden) for best, hidden in rows)
-        return Completion(
-            ids=tuple(output["output_ids"]), text=output.get("text"), finish_reason=reason["type"], logits=logits
-        )
+
+def _silent(done: int, total: int) -> None:
+    """No progress is wanted."""
+
+
+def completion(output: Mapping[str, Any], logits: Logits | None) -> Completion:
+    """One answer of SGLang as the core's record; without a tokenizer it has no text."""
+    return Completion(
+        ids=tuple(output["output_ids"]),
+        text=output.get("text"),
+        finish_reason=output["meta_info"]["finish_reason"]["type"],
+        logits=logits,
+    )
 
 
 class Head:

@@ -19,6 +19,10 @@ class BlockAttention(TorchNativeAttnBackend):
     block. Windows are counted from each row, to both sides where it is not causal.
     """
 
+    def __init__(self, model_runner: Any) -> None:
+        super().__init__(model_runner)
+        self._blocks: tuple[Any, dict[tuple[bool, int | None], tuple[Tensor, Tensor]]] = (None, {})
+
     def forward_extend(
         self, q: Tensor, k: Tensor, v: Tensor, layer: Any, forward_batch: Any, save_kv_cache: bool = True
     ) -> Tensor:
@@ -30,8 +34,7 @@ class BlockAttention(TorchNativeAttnBackend):
             self.token_to_kv_pool.set_kv_buffer(layer, slots, k, v)
         rows = len(forward_batch.seq_lens)
         query = q.view(rows, -1, layer.tp_q_head_num, layer.qk_head_dim).transpose(1, 2)
-        lengths, width = forward_batch.seq_lens.long(), query.shape[2]
-        slots, allowed = self._block(forward_batch.req_pool_indices, lengths, width, layer)
+        slots, allowed = self._block(forward_batch, query.shape[2], layer)
         keys = self.token_to_kv_pool.get_key_buffer(layer.layer_id)[slots].to(query.dtype)
         values = self.token_to_kv_pool.get_value_buffer(layer.layer_id)[slots].to(query.dtype)
         out = scaled_dot_product_attention(
@@ -44,7 +47,19 @@ class BlockAttention(TorchNativeAttnBackend):
         )
         return out.transpose(1, 2).reshape(q.shape[0], -1)
 
-    def _block(self, requests: Tensor, lengths: Tensor, width: int, layer: Any) -> tuple[Tensor, Tensor]:
+    def _block(self, forward_batch: Any, width: int, layer: Any) -> tuple[Tensor, Tensor]:
+        """As ``_laid_out``: once per forward for all layers that attend alike."""
+        if self._blocks[0] is not forward_batch:
+            self._blocks = (forward_batch, {})
+        causal = layer.attn_type != AttentionType.ENCODER_ONLY
+        key, known = (causal, layer.sliding_window_size), self._blocks[1]
+        if key not in known:
+            known[key] = self._laid_out(forward_batch.req_pool_indices, forward_batch.seq_lens.long(), width, *key)
+        return known[key]
+
+    def _laid_out(
+        self, requests: Tensor, lengths: Tensor, width: int, causal: bool, window: int | None
+    ) -> tuple[Tensor, Tensor]:
         """Cache slots [R, L] of each request's context and block, and which of them its rows see, bool [R, B, L]."""
         last = int(lengths.max()) + width
         key = torch.arange(last, device=lengths.device)
@@ -55,8 +70,6 @@ class BlockAttention(TorchNativeAttnBackend):
         slots = torch.where(there, slots, slots[:, :1])
         distance = position[..., None] - key  # [R, B, L]
         allowed = there[:, None].expand(distance.shape)
-        causal = layer.attn_type != AttentionType.ENCODER_ONLY
-        window = layer.sliding_window_size
         if causal:
             allowed = allowed & (distance >= 0)
         if window is not None and window > -1:
