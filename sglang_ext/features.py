@@ -79,9 +79,13 @@ def _cpu_findings(settings: Any) -> list[Finding]:
 
 
 def refused_rules(request: Any) -> str | None:
-    """A sentence for a request with a rule that our verification cannot follow, else None."""
+    """A sentence for a request with a rule that our verification cannot follow, else None.
+
+    The rule is taken away: the engine still runs a token of a request that it refuses.
+    """
     if getattr(request, "custom_logit_processor", None) is None:
         return None
+    request.custom_logit_processor = None
     return (
         "custom_logit_processor: SGLang hands it all rows of a block at once, and it cannot know which proposals come "
         "before each; send the request without it, or serve without a drafter"

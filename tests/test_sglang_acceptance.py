@@ -245,6 +245,8 @@ def test_counts_go_with_the_engines_record() -> None:
 
 def test_a_processor_of_the_clients_own_is_refused() -> None:
     assert refused_rules(Request(Params(presence_penalty=1.0))) is None
-    sentence = refused_rules(Request(Params(), custom_logit_processor="{}"))
+    request = Request(Params(), custom_logit_processor="{}")
+    sentence = refused_rules(request)
     assert sentence is not None
     assert sentence.startswith("custom_logit_processor: ")
+    assert request.custom_logit_processor is None

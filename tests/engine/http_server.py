@@ -1,4 +1,4 @@
-"""``vllm serve`` in a process group of its own, and the few requests that tests make of it."""
+"""A server in a process group of its own, as ``vllm serve`` starts it, and the few requests that tests make of it."""
 
 import json
 import os
@@ -21,6 +21,8 @@ STARTS_WITHIN = 400
 
 class Server:
     """A started server: ``post``, ``complete`` and ``stream`` ask it, ``metric`` reads its counters."""
+
+    engine = "vllm"
 
     def __init__(self, process, port, log):
         self.process, self.url, self.log = process, f"http://127.0.0.1:{port}", log
@@ -66,7 +68,7 @@ class Server:
     def metric(self, name, **labels):
         """A counter or gauge of the engine now, summed over the samples with these labels; 0 where there is none."""
         families = text_string_to_metric_families(requests.get(f"{self.url}/metrics", timeout=TIMEOUT).text)
-        samples = [sample for family in families for sample in family.samples if sample.name == f"vllm:{name}"]
+        samples = [sample for family in families for sample in family.samples if sample.name == f"{self.engine}:{name}"]
         return sum(one.value for one in samples if labels.items() <= one.labels.items())
 
     def stop(self):
@@ -83,9 +85,7 @@ def start(target, drafter, log, *, site, k=7, options=()):
     ``site`` is a folder with the metadata of the checkout's distribution, see conftest.write_distribution.
     """
     name_engine(site)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     argv = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(target), "--host", "127.0.0.1"]
     argv += ["--port", str(port), "--dtype", "float32", "--max-num-seqs", "8", "--max-model-len", "2048"]
     argv += ["--served-model-name", "tiny", "--seed", "0", *options]
@@ -97,11 +97,21 @@ def start(target, drafter, log, *, site, k=7, options=()):
         "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1",
         "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1",
     }  # fmt: skip
+    return Server(launch(argv, settings, log), port, log)
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def launch(argv, settings, log):
+    """A process in a group of its own, which says what it says to ``log``."""
     with log.open("wb") as output:
-        process = subprocess.Popen(
+        return subprocess.Popen(
             argv, env=os.environ | settings, stdout=output, stderr=output, start_new_session=True, cwd=log.parent
         )
-    return Server(process, port, log)
 
 
 def name_engine(site):
