@@ -132,7 +132,7 @@ def faults(document: dict[str, Any]) -> list[str]:
 def main() -> int:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--environments", nargs="+", choices=ENGINES, default=list(ENGINES))
+    parser.add_argument("--environments", nargs="+", choices=ENGINES, default=["vllm", "sglang"])
     parser.add_argument("--json", action="store_true", help="print the whole record")
     options = parser.parse_args()
     document = record(options.environments)
