@@ -123,6 +123,11 @@ def test_what_the_demo_must_reach(accept, changes, faults, slow):
     assert (len(accept.demo_faults(document)), len(accept.demo_slow(document))) == (faults, slow)
 
 
+def test_the_demo_on_sglang_must_be_faster_than_plain(accept):
+    assert accept.demo_not_faster(demo_document(speedup=1.01)) == []
+    assert len(accept.demo_not_faster(demo_document(speedup=1.0))) == 1
+
+
 def test_speed_counts_only_where_it_is_asked_for(ran, monkeypatch, capsys):
     cell = ran.module.Cell("a", "core", "a --json", 1, faults_of, lambda document: ["too slow"])
     monkeypatch.setattr(ran.module, "CELLS", [cell])
