@@ -23,6 +23,11 @@ class BlockAttention(TorchNativeAttnBackend):
         super().__init__(model_runner)
         self._blocks: tuple[Any, dict[tuple[bool, int | None], tuple[Tensor, Tensor]]] = (None, {})
 
+    def init_forward_metadata(self, forward_batch: Any) -> None:
+        """As shipped; what was laid out for an earlier forward is void, also where its record is used again."""
+        super().init_forward_metadata(forward_batch)
+        self._blocks = (None, {})
+
     def forward_extend(
         self, q: Tensor, k: Tensor, v: Tensor, layer: Any, forward_batch: Any, save_kv_cache: bool = True
     ) -> Tensor:
