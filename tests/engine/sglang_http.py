@@ -60,7 +60,8 @@ def start(target, drafter, log, *, site, k=7, options=()):
     argv = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(target), "--host", "127.0.0.1"]
     argv += ["--port", str(port), "--device", "cpu", "--dtype", "float32", "--attention-backend", "torch_native"]
     argv += ["--mem-fraction-static", "0.1", "--max-total-tokens", "8192", "--max-running-requests", "8"]
-    argv += ["--served-model-name", "tiny", "--random-seed", "0", "--enable-metrics", "--disable-cuda-graph", *options]
+    argv += ["--served-model-name", "tiny", "--random-seed", "0", "--enable-metrics", "--disable-cuda-graph"]
+    argv += ["--sleep-on-idle", *options]  # two servers take turns: one that waits must not spin
     if drafter:
         argv += ["--speculative-algorithm", "DFLASH", "--speculative-draft-model-path", str(drafter)]
         argv += ["--speculative-num-draft-tokens", str(k + 1)]
