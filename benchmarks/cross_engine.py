@@ -5,7 +5,7 @@
 Runs in the core's environment and starts the engines in theirs, one after the other, with the tiny trained pairs of
 the tests. A prefix is a prompt and what has been emitted for it; the block is what the engine drafts then. Blocks whose
 best two scores of some slot are so close that rounding may decide are left out and counted. Ends with 1 when a block
-differs from the reference's, or from another engine's.
+differs from the reference's or from another engine's, or when more than one of the engines' texts differs.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ SETTINGS = {
 }
 LENGTHS = (K, K + 1, K + 2, 1, 12, 33, 40, 70, 5, 24, 16, 2)
 
-Blocks = dict[tuple[tuple[int, ...], int], list[int]]
+Text = tuple[int, ...]
+Blocks = dict[tuple[Text, int], list[int]]
 
 
 def prompts() -> list[list[int]]:
@@ -97,7 +98,12 @@ def compare(method: str, blocks: dict[str, Blocks]) -> dict[str, Any]:
         table[engine] = {"compared": len(kept), "equal": equal, "too_close": len(own) - len(kept)}
     common = [one for one in right if all(one in own for own in blocks.values())]
     alike = sum(len({tuple(own[one]) for own in blocks.values()}) == 1 for one in common)
-    return {"engines": table, "in_common": {"compared": len(common), "equal": alike}}
+    texts = set.intersection(*({text for text, _ in own} for own in blocks.values()))
+    return {
+        "engines": table,
+        "in_common": {"compared": len(common), "equal": alike},
+        "texts": {"compared": len(LENGTHS), "equal": len(texts)},
+    }
 
 
 def record(environments: list[str]) -> dict[str, Any]:
@@ -116,6 +122,7 @@ def record(environments: list[str]) -> dict[str, Any]:
 def line(method: str, row: dict[str, Any]) -> str:
     """One row of the table for people."""
     cells = {**row["engines"], "in common": row["in_common"]}
+    cells["texts"] = row["texts"]
     return f"{method:16}" + "  ".join(f"{name}: {one['equal']}/{one['compared']}" for name, one in cells.items())
 
 
@@ -126,6 +133,8 @@ def faults(document: dict[str, Any]) -> list[str]:
         for name, one in {**row["engines"], "in common": row["in_common"]}.items():
             if one["equal"] != one["compared"] or one["compared"] < 40:
                 found.append(f"{method}, {name}: {one['equal']} of {one['compared']} blocks are equal")
+        if row["texts"]["equal"] < row["texts"]["compared"] - 1:
+            found.append(f"{method}: {row['texts']['equal']} of {row['texts']['compared']} texts are equal")
     return found
 
 
