@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 import sglang_watch
 
+pytest.register_assert_rewrite("core_drafts")
+
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 
