@@ -103,6 +103,11 @@ def test_every_request_of_a_batch_has_its_own_rules() -> None:
         assert row[1].tolist() == pytest.approx(weights[::-1], abs=1e-6)
 
 
+def test_a_greedy_request_takes_the_best_logit_where_probabilities_tie() -> None:
+    """As the engine's argmax, which sees what a softmax in fp32 rounds away."""
+    assert target_probs(torch.tensor([[[1e-9, 2e-9]]]), Sampling(top_ks=1))[0, 0].tolist() == [0, 1]
+
+
 def test_a_token_that_a_mask_or_a_bias_took_away_stays_away() -> None:
     row = torch.tensor([[[0.0, float("-inf"), 1.0]]])
     for sampling in (Sampling(), Sampling(top_ps=0.99), Sampling(min_ps=0.01)):
