@@ -10,6 +10,18 @@ from typing import Any
 
 from dflash_plugins.findings import Finding
 
+# What a request may ask for: how it looks when it does not, and why it is refused when it does.
+REFUSED: dict[str, tuple[Any, str]] = {
+    "custom_logit_processor": (
+        None,
+        "SGLang hands it all rows of a block at once, and it cannot know which proposals come before each",
+    ),
+    "return_sampling_mask": (
+        False,
+        "SGLang (0.5.23) puts the mask together with a kernel for sampled requests, beside which nobody has seen it",
+    ),
+}
+
 
 def feature_findings(settings: Any, on_cpu: bool) -> list[Finding]:
     """Errors for flags in force that are not served. ``settings`` are the engine's arguments by name."""
@@ -79,14 +91,14 @@ def _cpu_findings(settings: Any) -> list[Finding]:
 
 
 def refused_rules(request: Any) -> str | None:
-    """A sentence for a request with a rule that our verification cannot follow, else None.
+    """A sentence for a request that asks for what our verification cannot give, else None.
 
-    The rule is taken away: the engine still runs a token of a request that it refuses.
+    What was asked for is taken away: the engine still runs a token of a request that it refuses.
     """
-    if getattr(request, "custom_logit_processor", None) is None:
+    asked = [name for name, (off, _) in REFUSED.items() if getattr(request, name, off) not in (off, None)]
+    if not asked:
         return None
-    request.custom_logit_processor = None
-    return (
-        "custom_logit_processor: SGLang hands it all rows of a block at once, and it cannot know which proposals come "
-        "before each; send the request without it, or serve without a drafter"
-    )
+    for name in asked:
+        setattr(request, name, REFUSED[name][0])
+    reasons = "; ".join(f"{name}: {REFUSED[name][1]}" for name in asked)
+    return f"{reasons}; send the request without it, or serve without a drafter"

@@ -48,6 +48,7 @@ class Request:
     eos_token_ids: Any = None
     tokenizer: Any = None
     custom_logit_processor: Any = None
+    return_sampling_mask: bool = False
 
 
 @dataclass
@@ -248,10 +249,12 @@ def test_counts_go_with_the_engines_record() -> None:
     assert not outputs._counts
 
 
-def test_a_processor_of_the_clients_own_is_refused() -> None:
+def test_what_cannot_be_verified_is_refused_with_all_reasons_and_taken_away() -> None:
     assert refused_rules(Request(Params(presence_penalty=1.0))) is None
-    request = Request(Params(), custom_logit_processor="{}")
+    request = Request(Params(), custom_logit_processor="{}", return_sampling_mask=True)
     sentence = refused_rules(request)
     assert sentence is not None
-    assert sentence.startswith("custom_logit_processor: ")
+    assert "custom_logit_processor: " in sentence
+    assert "return_sampling_mask: " in sentence
     assert request.custom_logit_processor is None
+    assert request.return_sampling_mask is False
