@@ -18,7 +18,8 @@ def build(target, drafter=None, k=None, **options):
     settings = {
         "model_path": target, "device": "cpu", "dtype": "float32", "attention_backend": "torch_native",
         "disable_cuda_graph": True, "grammar_backend": "none", "mem_fraction_static": 0.1, "max_total_tokens": 8192,
-        "max_running_requests": 24, "skip_tokenizer_init": True, "log_level": "info", "random_seed": 0, "sleep_on_idle": True,
+        "max_running_requests": 24, "skip_tokenizer_init": True, "log_level": "info", "random_seed": 0,
+        "sleep_on_idle": True,
     }  # fmt: skip
     if drafter:
         settings |= {"speculative_algorithm": "DFLASH", "speculative_draft_model_path": drafter}
