@@ -72,6 +72,10 @@ AT_WORKER = (
             "_full_embed_gpu",
             "draft_tokens",
             "commit_lens",
+            "target_worker",
+            "forward_batch",
+            "next_token_ids",
+            "reqs",
         ),
     ),
     Hook(
@@ -94,6 +98,13 @@ AT_WORKER = (
         "DFlashWorkerV2._validate_phase1_sampling_support",
         Use.OVERRIDDEN,
         "to warn of a greedy fallback only where there is one",
+    ),
+    Hook(
+        "sglang.srt.sampling.sampling_batch_info",
+        "SamplingBatchInfo._apply_pre_grammar_logits_transforms",
+        Use.READ,
+        "to be sure that what we count for a request that was put back is applied to its first token",
+        reads=("acc_additive_penalties", "acc_scaling_penalties", "penalizer_orchestrator"),
     ),
     Hook(
         _WORKER,
