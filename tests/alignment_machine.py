@@ -97,7 +97,8 @@ class AlignmentMachine(RuleBasedStateMachine):
         elif luck < 30:
             self.step(data, ["rollback" if self.where == "forward" else "skip", "out_of_order"])
         else:
-            self.step(data, RARE[self.where])
+            # An engine ends a request with all its tokens; preempted, it could only wait to be ended.
+            self.step(data, [name for name in RARE[self.where] if name != "preempt" or not self.full()])
 
     def step(self, data: st.DataObject, possible: list[str]) -> None:
         getattr(self, data.draw(st.sampled_from(possible)))(data)
