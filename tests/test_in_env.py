@@ -103,7 +103,7 @@ def test_a_small_environment_from_end_to_end(repository, tmp_path):
         "import importlib.metadata as m; print(sorted(p.name for p in m.entry_points(group='dflash_plugins.drivers')))"
     )
     first = in_env("small", "python", "-c", show)
-    assert (first.stdout.strip(), first.returncode) == ("['vllm']", 0), first.stderr
+    assert (first.stdout.strip(), first.returncode) == ("['sglang', 'vllm']", 0), first.stderr
     assert "creating environment" in first.stderr
     console = in_env("small", "dflash-plugins")
     assert (console.stdout.strip(), console.returncode, console.stderr) == ("console script", 3, "")
