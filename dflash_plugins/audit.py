@@ -24,9 +24,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, NoReturn
 
+import torch
+from torch import Tensor
+
 from dflash_plugins.alignment import Commit, Forward, Phase, RequestAlignment, TransitionError
 from dflash_plugins.errors import BadInput, DFlashPluginsError
-from dflash_plugins.switches import AUDIT
+from dflash_plugins.switches import AUDIT, audit_file
 from dflash_plugins.verify import verify_greedy_block
 
 LOGGED_PER_KIND, WRITTEN_PER_KIND = 20, 1000
@@ -430,10 +433,24 @@ def read(path: Path) -> tuple[Counts, list[dict[str, Any]]]:
     return total, lines
 
 
+def rank_suffix() -> str:
+    """What tells this rank's file from the others'; empty for a process that is alone."""
+    alone = not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1
+    return "" if alone else f".rank{torch.distributed.get_rank()}"
+
+
+def choices(logits: Tensor, emitted: Tensor) -> tuple[list[int], list[bool]]:
+    """Per row of logits [N, V]: the choice, which is the emitted id [N] if that ties, and whether that has a chance."""
+    of_emitted = logits.gather(1, emitted[:, None])[:, 0]
+    best = logits.max(dim=1)
+    choice = torch.where(of_emitted == best.values, emitted, best.indices)
+    return choice.tolist(), (of_emitted > -torch.inf).tolist()
+
+
 def requested(environment: Mapping[str, str] = os.environ) -> Path | None:
     """The file to write to, or None where no audit is asked for."""
-    name = environment.get(AUDIT, "").strip()
-    return Path(name) if name else None
+    name = audit_file(environment)
+    return None if name is None else Path(name)
 
 
 def refuse(reasons: str, logger: logging.Logger) -> NoReturn:

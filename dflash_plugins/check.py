@@ -31,6 +31,7 @@ class PairReport:
     draft: DraftConfig | None
     target: TargetConfig | None
     dtype: str | None
+    own_embedding: bool
 
     def require(self) -> DraftConfig:
         """The drafter's description; ``Refused`` with all findings when any of them is an error."""
@@ -65,7 +66,7 @@ def inspect_pair(
     if reading.config is not None:
         found += _served(reading, reading.config, k, engine, launch or Launch(), settings or {})
     subject = f"drafter {draft_path}" + ("" if target_path is None else f" for target {target_path}")
-    return PairReport(subject, _ordered(found), reading.config, target, accounting.dtype)
+    return PairReport(subject, _ordered(found), reading.config, target, accounting.dtype, accounting.own_embedding)
 
 
 def check_pair(draft_path: Path | str, target_path: Path | str | None = None, **options: Any) -> tuple[Finding, ...]:

@@ -8,9 +8,10 @@ DFlashPluginsError          the command line prints it and exits 2
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import logging
+from collections.abc import Collection, Iterable
 
-from dflash_plugins.findings import Finding
+from dflash_plugins.findings import Finding, Severity, errors
 
 
 class DFlashPluginsError(Exception):
@@ -32,3 +33,12 @@ class Refused(BadInput):
 
 class EngineMissing(DFlashPluginsError):
     """The engine asked for is not importable in this environment."""
+
+
+def refuse_or_warn(subject: str, found: Collection[Finding], logger: logging.Logger) -> None:
+    """``Refused`` with every error, or else every warning logged."""
+    if wrong := errors(found):
+        raise Refused(subject, wrong)
+    for finding in found:
+        if finding.severity is Severity.WARNING:
+            logger.warning("dflash-plugins: %s", finding)

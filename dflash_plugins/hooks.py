@@ -15,6 +15,7 @@ from enum import StrEnum
 from typing import Any
 
 from dflash_plugins.errors import DFlashPluginsError
+from dflash_plugins.switches import DISABLE
 
 
 class Use(StrEnum):
@@ -79,6 +80,15 @@ def drift_of(hook: Hook) -> str | None:
 def drift(hooks: Iterable[Hook]) -> list[str]:
     """A sentence for every row that no longer holds, in table order."""
     return [sentence for hook in hooks if (sentence := drift_of(hook)) is not None]
+
+
+def refuse_drift(engine: str, hooks: Iterable[Hook]) -> None:
+    """DFlashPluginsError with a sentence for every row that no longer holds."""
+    sentences = drift(hooks)
+    if sentences:
+        lines = "\n".join(f"  {sentence}" for sentence in sentences)
+        known = f"{engine} is not as dflash-plugins knows it ({DISABLE}=1 serves without it)"
+        raise DFlashPluginsError(f"{known}:\n{lines}")
 
 
 class AlreadyPatchedError(DFlashPluginsError):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -137,6 +137,22 @@ def served_prefix_lengths(config: DraftConfig | LoopConfig, k: int) -> tuple[tup
     mend = f"serve more proposals, or train with prefix lengths below {k}"
     key = "dflash_config.dloop.prefix_lengths"
     return kept, [Finding.of(WARNING, "loop-prefix-dropped", key, list(lengths), message, mend)]
+
+
+def served_mode(config: DraftConfig, prefix_lengths: Sequence[int]) -> str:
+    """How a block is drafted, in words; ``prefix_lengths`` are those that are served."""
+    choice = "independent slots" if config.selector is None else "selector walk"
+    loop = config.loop
+    return f"one pass, {choice}" if loop is None else f"{loop.mode} {list(prefix_lengths)}, {choice}"
+
+
+def served_facts(config: DraftConfig, k: int, prefix_lengths: Sequence[int]) -> str:
+    """Method, mode, K and what the block looks like, for the line that an adapter logs."""
+    causal = "causal" if all(config.causal) else "mixed" if any(config.causal) else "bidirectional"
+    return (
+        f"method {config.method}, mode {served_mode(config, prefix_lengths)}, K {k} (trained for {config.k}), "
+        f"{config.num_layers} {causal} layers on target layers {list(config.target_layer_ids)}"
+    )
 
 
 _NAMES = {"F16": "float16", "BF16": "bfloat16", "F32": "float32", "half": "float16", "float": "float32"}

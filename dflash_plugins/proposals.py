@@ -7,6 +7,7 @@ round can be captured in a CUDA graph; `lists` is the one exception and says so.
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, replace
 
 import torch
@@ -181,6 +182,26 @@ class Proposals:
         """Token lists for a scheduler, without padding: empty for a dropped or skipped request. Synchronises."""
         pairs = zip(self.ids.tolist(), self.lengths.tolist(), strict=True)
         return [ids[:length] for ids, length in pairs]
+
+
+class NonFinite:
+    """Counts drafts that are not finite; warns of the first where that needs no wait."""
+
+    def __init__(self, logger: logging.Logger, what: str) -> None:
+        """``what`` says of their number, %d, what they are and what becomes of them."""
+        self.count = 0
+        self._logger = logger
+        question = "was the drafter trained in another dtype than it is served in?"
+        self._message = f"dflash-plugins: {what} (reported once); {question}"
+
+    def add(self, bad: Tensor) -> None:
+        """Count ``bad``, bool of any shape."""
+        if bad.is_cuda:
+            return  # reading it would make the host wait; verification is as safe without the message
+        found = int(bad.sum())
+        if found and not self.count:
+            self._logger.warning(self._message, found)
+        self.count += found
 
 
 def non_finite(logits: Tensor) -> Tensor:

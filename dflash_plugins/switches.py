@@ -1,7 +1,8 @@
-"""Environment variables that both adapters read when an engine loads its plugins. Imports nothing."""
+"""Environment variables that both adapters read when an engine loads its plugins. Imports no torch."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 
 DISABLE = "DFLASH_PLUGINS_DISABLE"
@@ -21,3 +22,15 @@ def read_switches(environment: Mapping[str, str], names: Sequence[str]) -> tuple
     if wrong:
         raise ValueError(f"{', '.join(wrong)}: neither true nor false; use 1 or 0")
     return tuple(text in _TRUE for text in texts.values())
+
+
+def audit_file(environment: Mapping[str, str]) -> str | None:
+    """The file that is to take the audit, or None where none is asked for."""
+    return environment.get(AUDIT, "").strip() or None
+
+
+def log_disabled(environment: Mapping[str, str], logger: logging.Logger) -> None:
+    """Say that nothing is registered; an error where an audit was asked for, which cannot be then."""
+    audit = f", and nothing is audited although {AUDIT} is set" if AUDIT in environment else ""
+    level = logging.ERROR if audit else logging.INFO
+    logger.log(level, "dflash-plugins: %s is set, nothing is registered%s", DISABLE, audit)

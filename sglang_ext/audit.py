@@ -14,7 +14,17 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from dflash_plugins.audit import Drafting, Report, RequestAudit, Seen, Served, refuse, requested
+from dflash_plugins.audit import (
+    Drafting,
+    Report,
+    RequestAudit,
+    Seen,
+    Served,
+    choices,
+    rank_suffix,
+    refuse,
+    requested,
+)
 from dflash_plugins.hooks import drift
 from sglang_ext import acceptance
 from sglang_ext.hooks import AT_AUDIT
@@ -39,7 +49,7 @@ class AuditedWorker(DFlashPluginsWorker):
         assert path is not None
         facts = self.drafter.facts
         self.served = Served(self.num_proposals, int(self.model_config.vocab_size), facts.mask_token_id)
-        self.report = Report(path, logger, _suffix())
+        self.report = Report(path, logger, rank_suffix())
         self.requests: WeakKeyDictionary[Any, RequestAudit] = WeakKeyDictionary()
         self._first_block: tuple[list[list[int]], list[list[int]], list[int]] | None = None
         self._verified: tuple[Tensor, Tensor, Any] | None = None
@@ -95,7 +105,7 @@ class AuditedWorker(DFlashPluginsWorker):
             one, running = self._followed(req, start, count)
             emits = running or start + count >= len(req.origin_input_ids) + len(req.output_ids)
             emitted = [int(tokens[row])] if emits else None
-            choice = _choice(logits[row], int(tokens[row])) if emits and one.greedy else None
+            choice = choices(logits[row : row + 1], tokens[row : row + 1].long())[0] if emits and one.greedy else None
             drafting = Drafting(positions[here], count, None, slots=(slots[here], self._table(req, positions[here])))
             seen = Seen(range(start, start + count), ids[here], 0, emitted, choices=choice, drafting=drafting)
             self.report.step(req.rid, one, seen)
@@ -153,8 +163,9 @@ class AuditedWorker(DFlashPluginsWorker):
     ) -> dict[str, Any]:
         """Fields of ``Seen`` that say how the target's rows [B, V] judge what was emitted."""
         if greedy or probs is None:
-            padded = [*emitted, *[-1] * (len(rows) - len(emitted))]
-            return {"choices": [_choice(one, token)[0] for one, token in zip(rows, padded, strict=True)]}
+            # Beyond what was emitted any id will do: of equals the first is the choice.
+            padded = [*emitted, *[0] * (len(rows) - len(emitted))]
+            return {"choices": choices(rows, torch.tensor(padded, device=rows.device))[0]}
         allowed = [bool(probs[row, slot, token] > 0) for slot, token in enumerate(emitted)]
         drafted = self._selector_sample
         found: dict[str, Any] = {"allowed": allowed}
@@ -177,17 +188,5 @@ class AuditedWorker(DFlashPluginsWorker):
         return [int(slot) for slot in table[self._pools[req], positions].tolist()]
 
 
-def _choice(row: Tensor, emitted: int) -> list[int]:
-    """The target's choice in ``row`` [V] of logits or chances: the emitted id if that ties, as a list of one."""
-    best = row.max(dim=-1)
-    return [emitted if emitted >= 0 and bool(row[emitted] == best.values) else int(best.indices)]
-
-
 def _is_greedy(req: Any) -> bool:
     return bool(req.sampling_params.top_k <= 1)
-
-
-def _suffix() -> str:
-    """What tells this rank's file from the others'."""
-    alone = not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1
-    return "" if alone else f".rank{torch.distributed.get_rank()}"

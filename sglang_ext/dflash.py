@@ -20,6 +20,7 @@ from dflash_plugins.drafter import scale_and_cap
 from dflash_plugins.errors import DFlashPluginsError, Refused
 from dflash_plugins.findings import Finding, errors
 from dflash_plugins.loading import header_of, mark_unwritten, refuse_unwritten
+from dflash_plugins.pair import served_facts
 from sglang_ext.serving import Served
 
 logger = logging.getLogger("sglang.dflash_plugins")
@@ -40,15 +41,15 @@ class DFlashPluginsDraftModel(DFlashDraftModel):
         super().__init__(config, quant_config, prefix)
         # ``draft_config`` is the engine's own reading.
         self.facts: DraftConfig = self.serving.draft
-        self.selector = self._selector()
+        self._add_selector()
         self.own_head: nn.Parameter | None = None
         self.d2t: Tensor | None = None
         self.target_head: nn.Module | None = None
         self._set_attention()
 
-    def _selector(self) -> Any:
+    def _add_selector(self) -> None:
         if self.facts.selector is None:
-            return None
+            return
         # Under the name that the checkpoint and the engine give it.
         self.candidate_selector = CandidateSelector(
             hidden_size=self.facts.hidden_size,
@@ -56,7 +57,6 @@ class DFlashPluginsDraftModel(DFlashDraftModel):
             state_rank=self.facts.selector.rank,
             top_k=self.facts.selector.top_k,
         )
-        return self.candidate_selector
 
     def _set_attention(self) -> None:
         """Causality as the drafter was trained, wherever its config says so."""
@@ -75,7 +75,7 @@ class DFlashPluginsDraftModel(DFlashDraftModel):
             )
         self.target_head = head
 
-    def draft_logits(self, hidden: Tensor) -> Tensor:
+    def logits(self, hidden: Tensor) -> Tensor:
         """Logits [..., V_draft] of final-norm ``hidden`` [..., H], after multiplier and softcap; equal on all ranks."""
         # In two dimensions: with more, torch multiplies bfloat16 on a CPU ten times as slowly.
         rows = hidden.reshape(-1, hidden.shape[-1])
@@ -119,23 +119,11 @@ class DFlashPluginsDraftModel(DFlashDraftModel):
         if get_parallel().tp_rank == 0:
             logger.info("dflash-plugins %s: %s", __version__, self.describe())
 
-    def mode(self) -> str:
-        """How a block is drafted, in words."""
-        assert self.serving is not None
-        choice = "independent slots" if self.selector is None else "selector walk"
-        loop = self.facts.loop
-        return f"one pass, {choice}" if loop is None else f"{loop.mode} {list(self.serving.prefix_lengths)}, {choice}"
-
     def describe(self) -> str:
         """Method, mode, K and what the block looks like, in one line."""
         assert self.serving is not None
-        config = self.facts
-        causal = "causal" if all(config.causal) else "mixed" if any(config.causal) else "bidirectional"
-        return (
-            f"method {config.method}, mode {self.mode()}, K {self.serving.k} (trained for {config.k}), "
-            f"{config.num_layers} {causal} layers on target layers {list(config.target_layer_ids)}; "
-            f"ours because of: {'; '.join(self.serving.reasons)}"
-        )
+        facts = served_facts(self.facts, self.serving.k, self.serving.prefix_lengths)
+        return f"{facts}; ours because of: {'; '.join(self.serving.reasons)}"
 
     def named_parameters(self, *arguments: Any, **options: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """As torch, without the target's head, which is only lent."""

@@ -14,7 +14,7 @@ from typing import Any
 
 from dflash_plugins.errors import DFlashPluginsError
 from dflash_plugins.hooks import drift
-from dflash_plugins.switches import AUDIT, DISABLE, read_switches
+from dflash_plugins.switches import DISABLE, log_disabled, read_switches
 
 # A child of SGLang's own logger, so that lines reach whatever handler and level the server was given.
 logger = logging.getLogger("sglang.dflash_plugins")
@@ -48,9 +48,7 @@ def _register() -> None:
         logger.error("dflash-plugins: nothing is registered: %s", error)
         return
     if disabled:
-        audit = f", and nothing is audited although {AUDIT} is set" if AUDIT in os.environ else ""
-        level = logging.ERROR if audit else logging.INFO
-        logger.log(level, "dflash-plugins: %s is set, nothing is registered%s", DISABLE, audit)
+        log_disabled(os.environ, logger)
         return
     from sglang_ext.hooks import AT_REGISTRATION, CREATE_WORKER, HANDLE_ARGUMENTS
 

@@ -19,8 +19,8 @@ from sglang.srt.speculative.dflash_worker_v2 import DFlashWorkerV2, _commit_acce
 from sglang.srt.speculative.spec_tp_sync import SpecTpSyncSite
 from torch import Tensor
 
-from dflash_plugins.methods.base import choose_by_argmax, draft_in_passes, realised_q
-from dflash_plugins.proposals import OneHot, Proposals, Sparse
+from dflash_plugins.methods.base import OnDrafter, choose_by_argmax, draft_in_passes, realised_q
+from dflash_plugins.proposals import NonFinite, OneHot, Proposals, Sparse
 from dflash_plugins.selector import Choose, choose_by_uniforms
 from sglang_ext import acceptance
 from sglang_ext.dflash import DFlashPluginsDraftModel
@@ -89,7 +89,8 @@ class DFlashPluginsWorker(VerifyingWorker):
         assert drafter.serving is not None
         self.prefix_lengths = drafter.serving.prefix_lengths
         self.num_proposals = int(self.block_size) - 1
-        self.non_finite_rows = 0
+        what = "the drafts of %d requests are not finite and none of their tokens is taken"
+        self.non_finite = NonFinite(logger, what)
         drafter.take_target_head(self._target_worker.model_runner.model.lm_head)
         if drafter.facts.input_embedding_scale != 1.0:
             self._noise_embed_scale = drafter.facts.input_embedding_scale
@@ -150,14 +151,14 @@ class DFlashPluginsWorker(VerifyingWorker):
         choose = self._choose(bs, sampling_info)
         with torch.inference_mode():
             drafted = draft_in_passes(backbone, anchor_token_ids, self.num_proposals, choose, self.prefix_lengths)
-        self._count_non_finite(drafted.dropped)
+        self.non_finite.add(drafted.dropped)
         if self._verifies(sampling_info):
             self._selector_sample = Proposals.of(drafted.ids, realised_q(backbone, drafted), dropped=drafted.dropped)
         return drafted.ids
 
     def _choose(self, rows: int, sampling: Any) -> Choose:
         """As the engine drafts: without a selector always the best token, with one at each request's temperature."""
-        if self.drafter.selector is None or not self._verifies(sampling):
+        if self.drafter.candidate_selector is None or not self._verifies(sampling):
             return choose_by_argmax
         temperature = torch.where(sampling.top_ks.view(-1) <= 1, 0.0, sampling.temperatures.view(-1))
         uniforms = torch.rand(rows, self.num_proposals, device=temperature.device)
@@ -176,31 +177,13 @@ class DFlashPluginsWorker(VerifyingWorker):
         hidden: Tensor = self._first_forward(batch).logits_output.hidden_states
         return hidden.view(*block_ids.shape, -1)
 
-    def _count_non_finite(self, dropped: Tensor) -> None:
-        """Count rows whose draft was not finite; warn at the first where that needs no wait."""
-        if dropped.is_cuda:
-            return
-        count = int(dropped.sum())
-        if count and not self.non_finite_rows:
-            logger.warning(
-                "dflash-plugins: the drafts of %d requests are not finite and none of their tokens is taken (reported "
-                "once); was the drafter trained in another dtype than it is served in?",
-                count,
-            )
-        self.non_finite_rows += count
 
-
-class EngineBlock:
+class EngineBlock(OnDrafter):
     """``Backbone`` of the core on the worker's block after its first pass: ``first`` [R, B, H], anchors included."""
 
     def __init__(self, worker: DFlashPluginsWorker, first: Tensor) -> None:
-        self._worker, self._first = worker, first
+        self._worker, self._first, self.drafter = worker, first, worker.drafter
         self.block_ids = worker._block.input_ids.view(first.shape[:2])
-
-    @property
-    def selector(self) -> Any:
-        """See ``Backbone``."""
-        return self._worker.drafter.selector
 
     def hidden(self, known: Tensor, slots: slice) -> Tensor:
         """See ``Backbone``. The first pass has been run by the engine."""
@@ -210,11 +193,3 @@ class EngineBlock:
             block_ids[:, 1 : slots.start + 1] = known
             rows = self._worker.run_pass_again(block_ids)
         return rows[:, slots.start + 1 : slots.stop + 1]
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """See ``Backbone``."""
-        return self._worker.drafter.draft_logits(hidden)
-
-    def target_ids(self, draft_ids: Tensor) -> Tensor:
-        """See ``Backbone``."""
-        return self._worker.drafter.target_ids(draft_ids)

@@ -7,9 +7,8 @@ import logging
 import os
 from typing import Any
 
-from dflash_plugins.errors import DFlashPluginsError
-from dflash_plugins.hooks import Patches, drift
-from dflash_plugins.switches import AUDIT
+from dflash_plugins.hooks import Patches, drift, refuse_drift
+from dflash_plugins.switches import AUDIT, audit_file
 from sglang_ext.features import refused_rules
 from sglang_ext.hooks import AT_WORKER, ON_CPU
 from sglang_ext.serving import Served, served
@@ -31,20 +30,17 @@ def prepare(worker: type, server_args: Any) -> type:
     """
     serving = served(server_args, warn=False)
     if serving is None:
-        if os.environ.get(AUDIT, "").strip():
+        if audit_file(os.environ):
             logger.warning("dflash-plugins: %s is set, but SGLang drafts by itself here: nothing to audit", AUDIT)
         return _verifying(worker)
-    sentences = drift((*AT_WORKER, *(ON_CPU if serving.on_cpu else ())))
-    if sentences:
-        lines = "\n".join(f"  {sentence}" for sentence in sentences)
-        raise DFlashPluginsError(f"SGLang is not as dflash-plugins knows it:\n{lines}")
+    refuse_drift("SGLang", (*AT_WORKER, *(ON_CPU if serving.on_cpu else ())))
     _register_drafter(serving)
     _refuse_half_applied_rules()
     if serving.on_cpu:
         from sglang_ext import cpu
 
         cpu.prepare(_patches)
-    if os.environ.get(AUDIT, "").strip():
+    if audit_file(os.environ):
         from sglang_ext import audit
 
         audit.require()

@@ -13,11 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dflash_plugins.check import inspect_pair, units_findings
-from dflash_plugins.checkpoint import account, read_header
-from dflash_plugins.config import DraftConfig, DraftReading, TargetConfig, read_draft_config, read_target_config
-from dflash_plugins.errors import Refused
-from dflash_plugins.findings import Finding, Severity, errors
+from dflash_plugins.check import PairReport, inspect_pair, units_findings
+from dflash_plugins.config import DraftConfig, DraftReading, read_draft_config
+from dflash_plugins.errors import refuse_or_warn
+from dflash_plugins.findings import Finding, errors
 from dflash_plugins.pair import loop_mode_finding, served_prefix_lengths
 from sglang_ext.features import feature_findings
 
@@ -31,8 +30,6 @@ class Served:
     """A drafter that our worker serves. ``k`` counts proposals; ``reasons`` say why it is ours, for the log."""
 
     draft: DraftConfig
-    target: TargetConfig
-    directory: Path
     k: int
     prefix_lengths: tuple[int, ...]
     reasons: tuple[str, ...]
@@ -53,25 +50,18 @@ def served(server_args: Any, *, warn: bool) -> Served | None:
     )
     reading = read_draft_config(directory)
     reasons = _reasons(reading, on_cpu)
-    if not reasons and not on_cpu:
+    if not reasons:
         return None
     target = _local(settings.model_path, settings.revision)
     given = settings.speculative_num_draft_tokens or settings.speculative_dflash_block_size
     k = None if given is None else int(given) - 1
     report = inspect_pair(directory, target, k=k, served_dtype=str(settings.dtype))
-    found = [*report.findings, *feature_findings(settings, on_cpu)]
-    if reading.config is not None:
-        found += _our_findings(reading.config, directory, given)
-    if errors(found):
-        raise Refused(report.subject, list(errors(found)))
-    if warn:
-        for finding in found:
-            if finding.severity is Severity.WARNING:
-                logger.warning("dflash-plugins: %s", finding)
+    found = [*report.findings, *feature_findings(settings, on_cpu), *_our_findings(report, given)]
+    refuse_or_warn(report.subject, found if warn else errors(found), logger)
     draft = reading.require()
     k = draft.k if k is None else k
     prefix_lengths, _ = served_prefix_lengths(draft, k)
-    return Served(draft, read_target_config(target), directory, k, prefix_lengths, reasons, on_cpu)
+    return Served(draft, k, prefix_lengths, reasons, on_cpu)
 
 
 def settings_of(server_args: Any) -> Any:
@@ -99,11 +89,14 @@ def _reasons(reading: DraftReading, on_cpu: bool) -> tuple[str, ...]:
     return tuple(found)
 
 
-def _our_findings(config: DraftConfig, directory: Path, given: int | None) -> list[Finding]:
+def _our_findings(report: PairReport, given: int | None) -> list[Finding]:
+    config = report.draft
+    if config is None:
+        return []
     found = units_findings("sglang", config, None, {} if given is None else {TOKENS_FLAG: given})
     if config.loop is not None and config.loop.mode != "refine":
         found.append(loop_mode_finding(config.loop.mode))
-    if account(config, read_header(directory)).own_embedding:
+    if report.own_embedding:
         message = "SGLang embeds the block with the target's embedding and has no place for another"
         mend = "export the drafter without embed_tokens, if it is the target's; else serve it with vLLM"
         found.append(Finding.error("own-embedding", "embed_tokens.weight", "stored", message, mend))

@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dflash_plugins.audit import choices
 from dflash_plugins.hooks import Patches
-from vllm_ext.audit_watch import DrafterInputs, Rows, Watch, Watches, choices, in_slots, wrapped
+from vllm_ext.audit_watch import DrafterInputs, Rows, Watch, Watches, in_slots, wrapped
 from vllm_ext.hooks import DRAFTER_ARGUMENTS
 
 Shipped = Callable[..., Any]

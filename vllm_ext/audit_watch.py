@@ -16,7 +16,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from dflash_plugins.audit import PLACEHOLDER, Drafting, RequestAudit, Seen, Served
+from dflash_plugins.audit import PLACEHOLDER, Drafting, RequestAudit, Seen, Served, rank_suffix
 from dflash_plugins.sampling import GREEDY_BELOW
 from vllm_ext import audit
 from vllm_ext.audit import logger
@@ -171,14 +171,6 @@ def without_filling(row: Sequence[int]) -> list[int]:
     return list(row[:end])
 
 
-def choices(logits: Tensor, emitted: Tensor) -> tuple[list[int], list[bool]]:
-    """Per row of logits [N, V]: the choice, which is the emitted id [N] if that ties, and whether that has a chance."""
-    of_emitted = logits.gather(1, emitted[:, None])[:, 0]
-    best = logits.max(dim=1)
-    choice = torch.where(of_emitted == best.values, emitted, best.indices)
-    return choice.tolist(), (of_emitted > -torch.inf).tolist()
-
-
 def in_slots(emitted: Tensor, counts: Sequence[int]) -> Tensor:
     """What was emitted [R, S] in the first ``counts`` slots of each request, request by request: [N]."""
     slots = [(request, slot) for request, count in enumerate(counts) for slot in range(count)]
@@ -190,8 +182,7 @@ def file_suffix(config: Any) -> str:
     """What tells this rank's file from the others'."""
     parallel = config.parallel_config
     replica = f".replica{parallel.data_parallel_rank}" if parallel.data_parallel_size > 1 else ""
-    alone = not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1
-    return replica if alone else f"{replica}.rank{torch.distributed.get_rank()}"
+    return replica + rank_suffix()
 
 
 class Watches:

@@ -24,19 +24,20 @@ from vllm.model_executor.models.qwen3_dflash2 import CandidateSelector, DFlash2Q
 from dflash_plugins import __version__
 from dflash_plugins.checkpoint import account, id_map_findings, read_header
 from dflash_plugins.config import DraftConfig, TargetConfig, read_draft_config
-from dflash_plugins.errors import DFlashPluginsError, Refused
-from dflash_plugins.findings import Finding, Severity, errors
-from dflash_plugins.hooks import drift
+from dflash_plugins.errors import DFlashPluginsError, Refused, refuse_or_warn
+from dflash_plugins.findings import Finding, errors
+from dflash_plugins.hooks import refuse_drift
 from dflash_plugins.loading import header_of, mark_unwritten, refuse_unwritten
 from dflash_plugins.pair import (
     k_findings,
     loop_mode_finding,
     pair_findings,
+    served_facts,
     served_prefix_lengths,
     serving_dtype_findings,
 )
-from dflash_plugins.selector import SelectorTables, candidates
-from dflash_plugins.switches import DISABLE
+from dflash_plugins.proposals import NonFinite
+from dflash_plugins.selector import candidates
 from vllm_ext import cpu_mends, runner
 from vllm_ext.features import feature_findings
 from vllm_ext.hooks import AT_LOADING
@@ -76,7 +77,7 @@ class DFlashPluginsDraftModel(DFlashQwen3ForCausalLM):
     """
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
-        _refuse_drift()
+        refuse_drift("vLLM", AT_LOADING)
         draft_config = served_config(vllm_config)
         self.model_cls = ConvolvedDraftModel if draft_config.conv else DraftModel
         super().__init__(vllm_config=vllm_config, prefix=prefix)
@@ -84,7 +85,8 @@ class DFlashPluginsDraftModel(DFlashQwen3ForCausalLM):
         self.target = target_facts(vllm_config.model_config)
         self.num_proposals = _speculation(vllm_config).num_speculative_tokens
         self.prefix_lengths, _ = served_prefix_lengths(draft_config, self.num_proposals)
-        self.non_finite_rows = 0
+        what = "%d draft rows are not finite and propose nothing likely instead"
+        self.non_finite = NonFinite(logger, what)
         self.context_k_norm = _mend_context_k_norm(cast(DraftModel, self.model))
         self._apply_scales(draft_config)
         self._add_selector(vllm_config)
@@ -106,7 +108,7 @@ class DFlashPluginsDraftModel(DFlashQwen3ForCausalLM):
             )
 
     @property
-    def selector(self) -> Any:
+    def candidate_selector(self) -> Any:
         """The engine's selector module, whose tables the walk reads, or None."""
         return getattr(self.model, "candidate_selector", None)
 
@@ -126,10 +128,10 @@ class DFlashPluginsDraftModel(DFlashQwen3ForCausalLM):
             scale, soft_cap = engine_order(multiplier * self.logits_processor.scale, cap)
             self.logits_processor = LogitsProcessor(self.config.draft_vocab_size, scale=scale, soft_cap=soft_cap)
 
-    def draft_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Logits [N, V_draft] of final-norm hidden [N, H], after multiplier and softcap; the same on every rank."""
-        logits: torch.Tensor = self.logits_processor(self.lm_head, hidden_states)
-        return logits
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Logits [..., V_draft] of final-norm hidden [..., H], after multiplier and softcap; the same on every rank."""
+        rows: torch.Tensor = self.logits_processor(self.lm_head, hidden.reshape(-1, hidden.shape[-1]))
+        return rows.view(*hidden.shape[:-1], -1)
 
     def target_ids(self, draft_ids: torch.Tensor) -> torch.Tensor:
         """Ids of the target's vocabulary for rows of the head, any shape."""
@@ -138,7 +140,7 @@ class DFlashPluginsDraftModel(DFlashQwen3ForCausalLM):
 
     def compute_candidates(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Target ids and fp32 logits [N, C] of the best candidates, as the engine's own DFlash 2 speculator asks."""
-        logits, draft_ids = candidates(self.draft_logits(hidden_states), self.selector.top_k)
+        logits, draft_ids = candidates(self.logits(hidden_states), self.candidate_selector.top_k)
         return self.target_ids(draft_ids), logits.float()
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor | None:
@@ -147,21 +149,8 @@ class DFlashPluginsDraftModel(DFlashQwen3ForCausalLM):
         if logits is None:
             return None
         logits, bad = drop_non_finite(logits)
-        self.count_non_finite(bad)
+        self.non_finite.add(bad)
         return logits
-
-    def count_non_finite(self, bad: torch.Tensor) -> None:
-        """Add to ``non_finite_rows`` the draft rows ``bad`` [N]; warn at the first where that needs no wait."""
-        if bad.is_cuda:
-            return  # reading it would make the host wait; verification is as safe without the message
-        dropped = int(bad.sum())
-        if dropped and not self.non_finite_rows:
-            logger.warning(
-                "dflash-plugins: %d draft rows are not finite and propose nothing likely instead (reported once); "
-                "was the drafter trained in another dtype than it is served in?",
-                dropped,
-            )
-        self.non_finite_rows += dropped
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:  # type: ignore[override]
         """Load the released layout. Raises Refused, before anything is copied, for a tensor missing or unclaimed."""
@@ -169,7 +158,7 @@ class DFlashPluginsDraftModel(DFlashQwen3ForCausalLM):
         accounting = account(self.draft_config, header_of(stored))
         fits = pair_findings(self.draft_config, self.target, own_embedding=accounting.own_embedding)
         # Warnings about the pair were given when the config was read.
-        _refuse("the drafter's checkpoint", [*errors(accounting.findings), *errors(fits)])
+        refuse_or_warn("the drafter's checkpoint", [*errors(accounting.findings), *errors(fits)], logger)
         tensors = {name: stored[kept] for name, kept in accounting.claimed.items()}
         mark_unwritten(self.named_parameters())
         super().load_weights(tensors.items())
@@ -177,48 +166,17 @@ class DFlashPluginsDraftModel(DFlashQwen3ForCausalLM):
         if get_tensor_model_parallel_rank() == 0:
             logger.info("dflash-plugins %s: %s", __version__, self.facts())
 
-    def mode(self) -> str:
-        """How a block is drafted, in words."""
-        choice = "independent slots" if self.draft_config.selector is None else "selector walk"
-        loop = self.draft_config.loop
-        return f"one pass, {choice}" if loop is None else f"{loop.mode} {list(self.prefix_lengths)}, {choice}"
-
     def facts(self) -> str:
         """Method, mode, K, what the block looks like and what was mended, in one line."""
         from vllm.utils import cpu_triton_utils
 
-        config = self.draft_config
-        causal = "causal" if all(config.causal) else "mixed" if any(config.causal) else "bidirectional"
         expand_kernel = cpu_mends.kernel_fact(cpu_triton_utils._expand_kernel_impl)
         rejection_kernel = cpu_mends.kernel_fact(cpu_triton_utils._rejection_random_sample_kernel_impl)
         return (
-            f"method {config.method}, mode {self.mode()}, K {self.num_proposals} (trained for {config.k}), "
-            f"{config.num_layers} {causal} layers on target layers {list(config.target_layer_ids)}; "
+            f"{served_facts(self.draft_config, self.num_proposals, self.prefix_lengths)}; "
             f"mends: context_k_norm {self.context_k_norm}, expand_kernel {expand_kernel}, "
             f"rejection_kernel {rejection_kernel}"
         )
-
-
-class OnDrafter:
-    """What a ``Backbone`` of the core has of the ``drafter``, whichever runner's buffers its blocks lie in."""
-
-    @property
-    def drafter(self) -> DFlashPluginsDraftModel:
-        """The drafter, without what the engine may have wrapped around it."""
-        raise NotImplementedError
-
-    @property
-    def selector(self) -> SelectorTables | None:
-        """See ``Backbone``."""
-        return cast(SelectorTables | None, self.drafter.selector)
-
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """See ``Backbone``."""
-        return self.drafter.draft_logits(hidden.flatten(0, 1)).unflatten(0, hidden.shape[:2])
-
-    def target_ids(self, draft_ids: torch.Tensor) -> torch.Tensor:
-        """See ``Backbone``."""
-        return self.drafter.target_ids(draft_ids)
 
 
 def engine_order(multiplier: float, cap: float | None) -> tuple[float, float | None]:
@@ -239,13 +197,6 @@ def drop_non_finite(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     if not logits.is_cuda and not bool(bad.any()):
         return logits, bad  # where looking costs no wait, a copy of all logits is saved
     return logits.masked_fill(bad.unsqueeze(-1), 0.0), bad
-
-
-def _refuse_drift() -> None:
-    sentences = drift(AT_LOADING)
-    if sentences:
-        lines = "\n".join(f"  {sentence}" for sentence in sentences)
-        raise DFlashPluginsError(f"vLLM is not as dflash-plugins knows it ({DISABLE}=1 serves without it):\n{lines}")
 
 
 def _mend_context_k_norm(body: DraftModel) -> str:
@@ -286,7 +237,7 @@ def served_config(vllm_config: VllmConfig, *, warn: bool = True) -> DraftConfig:
         # What is stored counts, not what the config says of it.
         dtype = stored.dtype if stored and stored.dtype else reading.config.dtype
         found += served_findings(reading.config, vllm_config, dtype)
-    _refuse(f"drafter {draft.model}", found if warn else list(errors(found)))
+    refuse_or_warn(f"drafter {draft.model}", found if warn else errors(found), logger)
     return reading.require()
 
 
@@ -375,15 +326,6 @@ def target_facts(model_config: ModelConfig) -> TargetConfig:
         vocab_size=model_config.get_vocab_size(),
         rope_theta=(getattr(text, "rope_parameters", None) or {}).get("rope_theta"),
     )
-
-
-def _refuse(subject: str, found: list[Finding]) -> None:
-    """Refused with every error, or else every warning logged."""
-    if errors(found):
-        raise Refused(subject, errors(found))
-    for finding in found:
-        if finding.severity is Severity.WARNING:
-            logger.warning("dflash-plugins: %s", finding)
 
 
 def _shared(model: DFlashPluginsDraftModel, tensors: dict[str, torch.Tensor]) -> Iterator[str]:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from dflash_plugins import switches
 from dflash_plugins.hooks import Hook, Patches, drift
-from dflash_plugins.switches import AUDIT, DISABLE
+from dflash_plugins.switches import DISABLE, log_disabled
 from vllm_ext import runner
 from vllm_ext.hooks import (
     AT_REGISTRATION,
@@ -78,13 +78,7 @@ def _register() -> None:
         logger.error("dflash-plugins: nothing is registered: %s", error)
         return
     if wanted.disable:
-        audit = f", and nothing is audited although {AUDIT} is set" if AUDIT in os.environ else ""
-        logger.log(
-            logging.ERROR if audit else logging.INFO,
-            "dflash-plugins: %s is set, nothing is registered%s",
-            DISABLE,
-            audit,
-        )
+        log_disabled(os.environ, logger)
         return
     sentences = drift(AT_REGISTRATION)
     if sentences:

@@ -17,10 +17,10 @@ from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.sample.sampler import _SAMPLING_EPS
 from vllm.v1.spec_decode.dflash import DFlashProposer
 
-from dflash_plugins.methods.base import Drafted, choose_by_argmax, draft_in_passes, realised_q
+from dflash_plugins.methods.base import Drafted, OnDrafter, choose_by_argmax, draft_in_passes, realised_q
 from dflash_plugins.proposals import Dense, Distribution, Sparse
 from dflash_plugins.selector import Choose, choose_by_uniforms
-from vllm_ext.dflash import DFlashPluginsDraftModel, OnDrafter
+from vllm_ext.dflash import DFlashPluginsDraftModel
 
 logger = logging.getLogger("vllm.dflash_plugins")
 
@@ -87,7 +87,7 @@ class DFlashPluginsProposer(DFlashProposer):
         choose = self._choose(backbone.block.shape[0], sampling_metadata)
         anchors = backbone.block[:, 0].long()
         drafted = draft_in_passes(backbone, anchors, self.block_k, choose, self.drafter.prefix_lengths)
-        self.drafter.count_non_finite(drafted.dropped)
+        self.drafter.non_finite.add(drafted.dropped)
         return drafted.ids.flatten(), self._probs(backbone, drafted)
 
     def _choose(self, rows: int, sampling_metadata: SamplingMetadata) -> Choose:
@@ -116,15 +116,10 @@ class EngineBlock(OnDrafter):
     """
 
     def __init__(self, proposer: DFlashPluginsProposer, hidden_states: torch.Tensor) -> None:
-        self._proposer, self._k = proposer, proposer.block_k
+        self._proposer, self._k, self.drafter = proposer, proposer.block_k, proposer.drafter
         self._first = hidden_states.view(-1, self._k, hidden_states.shape[-1])
         width = self._k + 1
         self.block = proposer.input_ids[: len(self._first) * width].view(-1, width)
-
-    @property
-    def drafter(self) -> DFlashPluginsDraftModel:
-        """See ``OnDrafter``."""
-        return self._proposer.drafter
 
     def hidden(self, known: torch.Tensor, slots: slice) -> torch.Tensor:
         """See ``Backbone``. The first pass has been run by the engine."""

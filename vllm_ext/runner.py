@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 from dflash_plugins.hooks import Patches, drift
-from dflash_plugins.switches import AUDIT
+from dflash_plugins.switches import AUDIT, audit_file
 from vllm_ext.hooks import AT_RUNNER_V1, AT_RUNNER_V2
 
 logger = logging.getLogger("vllm.dflash_plugins")
@@ -90,7 +90,7 @@ def prepare(vllm_config: Any) -> None:
     """Exchange what this worker's runner needs for this config; what cannot be is logged and kept for the refusal."""
     undo()
     v2 = bool(vllm_config.use_v2_model_runner)
-    if os.environ.get(AUDIT, "").strip():
+    if audit_file(os.environ):
         _audit(vllm_config, v2=v2)
     if not drafts_here(draft_architectures(vllm_config), v2=v2):
         return

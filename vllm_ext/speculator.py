@@ -25,9 +25,9 @@ from vllm.v1.worker.gpu.sample.gumbel import gumbel_sample
 from vllm.v1.worker.gpu.spec_decode.dflash.speculator import DFlashSpeculator
 from vllm.v1.worker.gpu.spec_decode.dflash2.speculator import DFlash2Speculator
 
-from dflash_plugins.methods.base import Drafted, choose_by_argmax, draft_in_passes
+from dflash_plugins.methods.base import Drafted, OnDrafter, choose_by_argmax, draft_in_passes
 from dflash_plugins.selector import Choice
-from vllm_ext.dflash import DFlashPluginsDraftModel, OnDrafter, served_config
+from vllm_ext.dflash import DFlashPluginsDraftModel, served_config
 from vllm_ext.runner import DLOOP, draft_architectures
 
 InitSpeculator = Callable[..., Any]
@@ -57,6 +57,7 @@ def speculator_for(vllm_config: VllmConfig, device: torch.device) -> LoopSpecula
 class EngineBlocks(OnDrafter):
     """``Backbone`` of the core on the blocks in the speculator's buffers; ``run`` is one forward, hidden [N, H]."""
 
+    drafter: DFlashPluginsDraftModel
     speculator: LoopSpeculator
     num_reqs: int
     run: Callable[[], Tensor]
@@ -66,11 +67,6 @@ class EngineBlocks(OnDrafter):
         """The input buffer itself, int32 [R, 1 + K]; the engine has laid out ``[anchor, MASK ...]``."""
         width = self.speculator.num_query_per_req
         return self.speculator.input_buffers.input_ids[: self.num_reqs * width].view(self.num_reqs, width)
-
-    @property
-    def drafter(self) -> DFlashPluginsDraftModel:
-        """See ``OnDrafter``."""
-        return self.speculator.drafter
 
     def hidden(self, known: Tensor, slots: slice) -> Tensor:
         """See ``Backbone``. Every pass rewrites the K/V of the block's own rows at the same places."""
@@ -109,14 +105,14 @@ class LoopSpeculator(DFlashSpeculator):
         if not prefix_lengths:
             super()._generate_draft(num_reqs, *run)
             return
-        blocks = EngineBlocks(self, num_reqs, lambda: self._run_model(*run))
+        blocks = EngineBlocks(self.drafter, self, num_reqs, lambda: self._run_model(*run))
         anchors, k = blocks.ids[:, 0], self.num_speculative_steps
         drafted = draft_in_passes(blocks, anchors, k, self._choose, prefix_lengths)
         self.draft_tokens[:num_reqs] = drafted.ids
         self._keep(drafted)
         dropped = drafted.dropped & (self.sample_idx_mapping[: num_reqs * k : k] >= 0)
         self.dropped_blocks += dropped.sum()
-        self.drafter.count_non_finite(dropped)
+        self.drafter.non_finite.add(dropped)
 
     def _choose(self, scores: Tensor, first: int) -> Choice:
         """``selector.Choose``: an argmax, or a draw with the noise that the engine gives to these places."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -112,15 +112,29 @@ def realised_q(backbone: Backbone, drafted: Drafted) -> Distribution:
     return Dense(drafted.rows) if names is whole else Sparse(names.expand(drafted.rows.shape), drafted.rows)
 
 
-class OnDrafter:
-    """What a ``Backbone`` on our own ``drafter`` has of it, whatever its blocks and context are."""
+class DrafterParts(Protocol):
+    """What a block needs of a drafter besides its passes: our own ``Drafter`` or the class that an engine serves."""
 
-    drafter: Drafter
+    @property
+    def candidate_selector(self) -> Any:
+        """``SelectorTables``, or None where slots are chosen by themselves."""
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Logits [..., V_draft] of final-norm ``hidden`` [..., H], after multiplier and softcap."""
+
+    def target_ids(self, draft_ids: Tensor) -> Tensor:
+        """Ids of the target's vocabulary for rows of the head, any shape."""
+
+
+class OnDrafter:
+    """What a ``Backbone`` has of its ``drafter``, whatever its blocks and context are."""
+
+    drafter: DrafterParts
 
     @property
     def selector(self) -> SelectorTables | None:
         """See ``Backbone``."""
-        return self.drafter.candidate_selector
+        return cast(SelectorTables | None, self.drafter.candidate_selector)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """See ``Backbone``."""

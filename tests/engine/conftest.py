@@ -5,12 +5,17 @@ import os
 import subprocess
 import sys
 import tomllib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import sglang_watch
 
 pytest.register_assert_rewrite("core_drafts")
+
+# What stands in them fails as clearly as in a test module.
+pytest.register_assert_rewrite("core_drafts", "http_cases")
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -28,6 +33,28 @@ def write_distribution(site: Path) -> Path:
     ]
     info.joinpath("entry_points.txt").write_text("\n".join(groups))
     return site
+
+
+@contextmanager
+def visible_plugin(base: Path) -> Iterator[None]:
+    """The checkout as an installed distribution, for processes started within; one thread each."""
+    with pytest.MonkeyPatch.context() as patch:
+        paths = [str(write_distribution(base / "site")), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+        patch.setenv("PYTHONPATH", os.pathsep.join(paths))
+        patch.setenv("OMP_NUM_THREADS", "1")
+        yield
+
+
+@pytest.fixture
+def plain(servers):
+    """Of the ``servers`` of a module that asks over HTTP, the one that serves the target alone."""
+    return servers[0]
+
+
+@pytest.fixture
+def loop(servers):
+    """The one that serves D-Loop."""
+    return servers[1]
 
 
 @pytest.fixture(scope="session")

@@ -10,6 +10,7 @@ import time
 from contextlib import contextmanager, suppress
 from importlib.metadata import version
 from pathlib import Path
+from typing import ClassVar
 
 import requests
 from prometheus_client.parser import text_string_to_metric_families
@@ -23,6 +24,9 @@ class Server:
     """A started server: ``post``, ``complete`` and ``stream`` ask it, ``metric`` reads its counters."""
 
     engine = "vllm"
+    # How a client keeps the stop string in its text, and where the answer names it.
+    keep_stop: ClassVar = {"include_stop_str_in_output": True}
+    stop_found = "stop_reason"
 
     def __init__(self, process, port, log):
         self.process, self.url, self.log = process, f"http://127.0.0.1:{port}", log

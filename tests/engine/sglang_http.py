@@ -4,6 +4,7 @@ import json
 import os
 import sys
 import time
+from typing import ClassVar
 
 import http_server
 import requests
@@ -16,6 +17,8 @@ class SglangServer(Server):
     """As ``Server``; ``native`` asks the engine itself, and ``load``, ``idle`` and ``flush`` look after its cache."""
 
     engine = "sglang"
+    keep_stop: ClassVar = {"no_stop_trim": True}
+    stop_found = "matched_stop"
 
     def native(self, *, sampling_params, **body):
         """The answer of ``/generate``, greedy unless said otherwise."""

@@ -2,7 +2,6 @@
 
 import json
 import os
-import runpy
 import signal
 import subprocess
 import sys
@@ -27,12 +26,9 @@ pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.heavy]
 @pytest.fixture(scope="module", autouse=True)
 def environment(tmp_path_factory):
     pytest.importorskip("sglang")
-    helpers = runpy.run_path(str(Path(__file__).with_name("conftest.py")))
-    site = helpers["write_distribution"](tmp_path_factory.mktemp("installed") / "site")
-    with pytest.MonkeyPatch.context() as patch:
-        paths = [str(site), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-        patch.setenv("PYTHONPATH", os.pathsep.join(paths))
-        patch.setenv("OMP_NUM_THREADS", "1")
+    from conftest import visible_plugin
+
+    with visible_plugin(tmp_path_factory.mktemp("installed")):
         yield
 
 

@@ -14,8 +14,7 @@ import exact_law
 import pytest
 import torch
 import trained
-
-from dflash_plugins.statistics import needed_noncentrality
+from prompted import PromptedTarget, smallest_effect
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.heavy]
 
@@ -69,19 +68,11 @@ def next_token(logits, prompt, output, rule):
     return out
 
 
-class Law:
+class Law(PromptedTarget):
     """The target in transformers, its prompt, and the exact law of every rule."""
 
     def __init__(self):
-        from transformers import AutoModelForCausalLM
-
-        self.path = trained.pair("dflash")[0]
-        self.model = AutoModelForCausalLM.from_pretrained(self.path, dtype=torch.float32).eval()
-        self.prompt = trained.prompts(1, seed=8, lengths=[12])[0]
-        text = list(self.prompt)
-        for _ in range(LENGTH):
-            text.append(int(self.logits([text])[0].argmax()))
-        self.greedy = text[len(self.prompt) :]
+        super().__init__(LENGTH)
         best, second = self.logits([self.prompt])[0].topk(2).indices.tolist()
         biased = {"logit_bias": {str(best): -1.5, str(second): 1.0, str(self.greedy[2]): -2.0}}
         stops = {"stop_token_ids": [trained.EOS, self.greedy[1], self.greedy[3]]}
@@ -92,10 +83,6 @@ class Law:
             name: exact_law.bins(self.logits, self.prompt, rule, LENGTH, LEAST, next_token)
             for name, rule in self.rules.items()
         }
-
-    @torch.no_grad()
-    def logits(self, texts):
-        return self.model(torch.tensor(texts)).logits[:, -1]
 
 
 @pytest.fixture(scope="module")
@@ -116,19 +103,14 @@ def drawn(request, run_sglang, law):
     return draw(run_sglang, law, request.param, RULES) | {"method": request.param}
 
 
-def smallest_effect(freedom):
-    """Total variation that 2,000 samples show with chance 0.9, whatever its shape: n sum (p' - p)^2 / p >= 4 n TV^2."""
-    return (needed_noncentrality(freedom, ALPHA, 0.9) / (4 * 2000)) ** 0.5
-
-
 @pytest.mark.parametrize("rule", RULES)
 def test_sampled_texts_follow_the_target(drawn, law, rule):
     texts = drawn["texts"][rule]
     assert len(texts) == SAMPLES
     p, freedom = exact_law.fit(texts, *law.bins[rule])
-    print(f"{drawn['method']}, {rule}: p = {p:.3g}, {freedom} degrees, TV {smallest_effect(freedom):.3f}")
+    print(f"{drawn['method']}, {rule}: p = {p:.3g}, {freedom} degrees, TV {smallest_effect(freedom, ALPHA):.3f}")
     assert p > ALPHA
-    assert smallest_effect(freedom) < 0.15
+    assert smallest_effect(freedom, ALPHA) < 0.15
 
 
 def test_greedy_requests_among_them_get_the_argmax(drawn, law):

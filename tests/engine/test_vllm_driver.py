@@ -1,8 +1,6 @@
 """The driver with a real vLLM and a tiny random pair: ids, logits, counters, failures, and ``prove`` on top of it."""
 
 import json
-import os
-import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -24,12 +22,9 @@ pytestmark = [pytest.mark.engine, pytest.mark.slow]
 @pytest.fixture(scope="module", autouse=True)
 def environment(tmp_path_factory):
     pytest.importorskip("vllm")
-    helpers = runpy.run_path(str(Path(__file__).with_name("conftest.py")))
-    site = helpers["write_distribution"](tmp_path_factory.mktemp("installed") / "site")
-    with pytest.MonkeyPatch.context() as patch:
-        paths = [str(site), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-        patch.setenv("PYTHONPATH", os.pathsep.join(paths))
-        patch.setenv("OMP_NUM_THREADS", "1")
+    from conftest import visible_plugin
+
+    with visible_plugin(tmp_path_factory.mktemp("installed")):
         yield
 
 

@@ -11,8 +11,7 @@ import exact_law
 import pytest
 import torch
 import trained
-
-from dflash_plugins.statistics import needed_noncentrality
+from prompted import PromptedTarget, smallest_effect
 
 SAMPLES = int(os.environ.get("DFLASH_PLUGINS_TEST_SAMPLES", "2000"))
 LENGTH = 6
@@ -32,27 +31,16 @@ DRAFTING = ("drawn", "argmax")
 ALPHA = 1e-3 / (len(RULES) * len(DRAFTING) * len(trained.METHODS))
 
 
-class Law:
+class Law(PromptedTarget):
     """The target in transformers, its prompt, and the exact law of every rule."""
 
     def __init__(self):
-        from transformers import AutoModelForCausalLM
-
-        self.path = trained.pair("dflash")[0]
-        self.model = AutoModelForCausalLM.from_pretrained(self.path, dtype=torch.float32).eval()
-        self.prompt = trained.prompts(1, seed=8, lengths=[12])[0]
-        greedy = list(self.prompt)
-        for _ in range(LENGTH):
-            greedy.append(int(self.logits([greedy])[0].argmax()))
+        super().__init__(LENGTH)
         # The engine keeps EOS back, too, until min_tokens are there.
-        stops = {"stop_token_ids": [trained.EOS, *(greedy[len(self.prompt) + place] for place in (1, 3))]}
+        stops = {"stop_token_ids": [trained.EOS, self.greedy[1], self.greedy[3]]}
         base = {"max_tokens": LENGTH, "ignore_eos": True}
         self.rules = {name: base | rule | (stops if "min_tokens" in rule else {}) for name, rule in RULES.items()}
         self.bins = {n: exact_law.bins(self.logits, self.prompt, r, LENGTH, LEAST) for n, r in self.rules.items()}
-
-    @torch.no_grad()
-    def logits(self, texts):
-        return self.model(torch.tensor(texts)).logits[:, -1]
 
 
 @pytest.fixture(scope="module")
@@ -70,11 +58,6 @@ def drawn(request, run_job, law):
     return got | {"method": request.param}
 
 
-def smallest_effect(freedom):
-    """Total variation that 2,000 samples show with chance 0.9, whatever its shape: n sum (p' - p)^2 / p >= 4 n TV^2."""
-    return (needed_noncentrality(freedom, ALPHA, 0.9) / (4 * 2000)) ** 0.5
-
-
 @pytest.mark.engine
 @pytest.mark.heavy
 @pytest.mark.slow
@@ -84,9 +67,10 @@ def test_sampled_texts_follow_the_target(drawn, law, rule, drafting):
     texts = drawn[drafting]["texts"][rule]
     assert len(texts) == SAMPLES
     p, freedom = exact_law.fit(texts, *law.bins[rule])
-    print(f"{drawn['method']}, {rule}, {drafting}: p = {p:.3g}, {freedom} degrees, TV {smallest_effect(freedom):.3f}")
+    effect = smallest_effect(freedom, ALPHA)
+    print(f"{drawn['method']}, {rule}, {drafting}: p = {p:.3g}, {freedom} degrees, TV {effect:.3f}")
     assert p > ALPHA
-    assert smallest_effect(freedom) < 0.15
+    assert effect < 0.15
 
 
 @pytest.mark.engine

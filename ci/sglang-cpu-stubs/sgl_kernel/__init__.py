@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Iterator
 
 import torch
 from sglang_cpu_stubs import placeholders, with_any_submodule
@@ -22,11 +23,8 @@ def assign_req_to_token_pool_cpu(
     pool_len: int,
 ) -> None:
     """Write ``out_cache_loc``, request after request, to columns start..end - 1 of each request's row."""
-    taken = 0
-    for row, start, end in zip(req_pool_indices.tolist(), start_offset.tolist(), end_offset.tolist(), strict=True):
-        slots = out_cache_loc[taken : taken + end - start]
-        req_to_token[row, start:end] = slots.to(req_to_token.dtype)
-        taken += end - start
+    for columns, slots in _by_request(req_pool_indices, req_to_token, start_offset, end_offset, out_cache_loc):
+        columns.copy_(slots)
 
 
 def assign_extend_cache_locs_cpu(
@@ -38,9 +36,17 @@ def assign_extend_cache_locs_cpu(
     pool_len: int,
 ) -> None:
     """Read columns start..end - 1 of each request's row into ``out_cache_loc``, request after request."""
+    for columns, slots in _by_request(req_pool_indices, req_to_token, start_offset, end_offset, out_cache_loc):
+        slots.copy_(columns)
+
+
+def _by_request(
+    rows: torch.Tensor, table: torch.Tensor, starts: torch.Tensor, ends: torch.Tensor, slots: torch.Tensor
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Views, request after request: columns start..end - 1 of its row of ``table``, and as many of ``slots``."""
     taken = 0
-    for row, start, end in zip(req_pool_indices.tolist(), start_offset.tolist(), end_offset.tolist(), strict=True):
-        out_cache_loc[taken : taken + end - start] = req_to_token[row, start:end].to(out_cache_loc.dtype)
+    for row, start, end in zip(rows.tolist(), starts.tolist(), ends.tolist(), strict=True):
+        yield table[row, start:end], slots[taken : taken + end - start]
         taken += end - start
 
 
