@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import sys
 import traceback
 from collections.abc import Iterator, Sequence
@@ -217,6 +218,49 @@ def prove(
             driver=driver,
         )
     return _finish(result, as_json)
+
+
+@app.command()
+def serve(
+    engine: Annotated[str, typer.Option(metavar="E", help="The engine that serves.")],
+    target: Annotated[str, typer.Option(metavar="T", help="Folder of the target, or its embedded name.")],
+    draft: Annotated[str, typer.Option(metavar="D", help="Folder of the drafter, or its embedded name.")],
+    port: Annotated[int | None, typer.Option(min=1, max=65535, metavar="P", help="Where it listens.")] = None,
+    k: K = None,
+    as_json: AsJson = False,
+    flags: Annotated[
+        list[str] | None, typer.Argument(metavar="-- ENGINE FLAGS", help="Go to the engine's server as they are.")
+    ] = None,
+) -> int:
+    """Check a pair, and become the engine's own server on it; errors that were found are all said instead.
+
+    With --json the document is printed before the server starts, whose own output then goes to stderr.
+    """
+    from dflash_plugins.driver import find_driver
+    from dflash_plugins.pairs import resolve
+    from dflash_plugins.serve import plan, replace_process
+
+    with _quiet_stdout(), _progress() as report:
+        find_driver(engine)
+        folder, drafter = resolve(target, report=report), resolve(draft, report=report)
+        name = None if Path(target).expanduser().is_dir() else target
+        found = plan(engine, folder, drafter, k=k, port=port, name=name, flags=flags or ())
+    if as_json:
+        code = _finish(found, as_json)
+        os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    else:
+        code = found.exit_code
+        _say(found)
+    if code == DONE:
+        replace_process(found.launch)
+    return code
+
+
+def _say(report: _Report) -> None:
+    """On stderr: stdout belongs to the server."""
+    from rich.console import Console
+
+    report.render(Console(stderr=True))
 
 
 class _Report(Protocol):

@@ -77,11 +77,15 @@ class Bug(_Data):
 
 
 class EngineFacts(_Data):
-    """One engine's file."""
+    """One engine's file. ``server`` is the module that serves; ``decided_flags`` are those that name the pair."""
 
     engine: str
     title: str
+    distributions: tuple[str, ...]
+    server: str
+    decided_flags: tuple[str, ...]
     tokens_flag: str
+    tokens_aliases: tuple[str, ...] = ()
     tokens_beyond_k: int
     default_runner: Mapping[str, str]
     architectures: tuple[Architecture, ...]

@@ -86,22 +86,28 @@ class Server:
 def start(target, drafter, log, *, site, k=7, options=()):
     """Starts a server on a free port and does not wait for it; ``drafter`` None serves the target alone.
 
-    ``site`` is a folder with the metadata of the checkout's distribution, see conftest.write_distribution.
+    A pair is served by ``dflash-plugins serve``, the target alone by the engine's own command. ``site`` is a folder
+    with the metadata of the checkout's distribution, see conftest.write_distribution.
     """
     name_engine(site)
     port = free_port()
-    argv = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(target), "--host", "127.0.0.1"]
-    argv += ["--port", str(port), "--dtype", "float32", "--max-num-seqs", "8", "--max-model-len", "2048"]
-    argv += ["--served-model-name", "tiny", "--seed", "0", *options]
-    if drafter:
-        speculation = {"method": "dflash", "model": str(drafter), "num_speculative_tokens": k}
-        argv += ["--speculative-config", json.dumps(speculation)]
+    argv = serving("vllm", target, drafter, k) or ["-m", "vllm.entrypoints.cli.main", "serve", str(target)]
+    argv += ["--host", "127.0.0.1", "--port", str(port), "--dtype", "float32", "--max-num-seqs", "8"]
+    argv += ["--max-model-len", "2048", "--served-model-name", "tiny", "--seed", "0", *options]
     settings = {
         "PYTHONPATH": os.pathsep.join([str(site), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
         "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1",
         "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1",
     }  # fmt: skip
-    return Server(launch(argv, settings, log), port, log)
+    return Server(launch([sys.executable, *argv], settings, log), port, log)
+
+
+def serving(engine, target, drafter, k):
+    """Arguments of Python that serve a pair, up to the engine's own flags; none without a drafter."""
+    if drafter is None:
+        return []
+    pair = ["--engine", engine, "--target", str(target), "--draft", str(drafter), "--k", str(k)]
+    return ["-m", "dflash_plugins.cli", "serve", *pair, "--"]
 
 
 def free_port():

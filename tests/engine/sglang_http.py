@@ -1,4 +1,4 @@
-"""``python -m sglang.launch_server`` in a process group of its own, on a CPU; what is asked of it is in http_server."""
+"""SGLang's server in a process group of its own, on a CPU; what is asked of it is in http_server."""
 
 import json
 import os
@@ -57,20 +57,20 @@ class SglangServer(Server):
 def start(target, drafter, log, *, site, k=7, options=()):
     """Starts a server on a free port and does not wait for it; ``drafter`` None serves the target alone.
 
-    ``site`` is a folder with the metadata of the checkout's distribution, see conftest.write_distribution.
+    A pair is served by ``dflash-plugins serve``, the target alone by the engine's own command. ``site`` is a folder
+    with the metadata of the checkout's distribution, see conftest.write_distribution.
     """
     port = http_server.free_port()
-    argv = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(target), "--host", "127.0.0.1"]
-    argv += ["--port", str(port), "--device", "cpu", "--dtype", "float32", "--attention-backend", "torch_native"]
+    alone = ["-m", "sglang.launch_server", "--model-path", str(target)]
+    argv = http_server.serving("sglang", target, drafter, k) or alone
+    argv += ["--host", "127.0.0.1", "--port", str(port), "--device", "cpu", "--dtype", "float32"]
+    argv += ["--attention-backend", "torch_native"]
     argv += ["--mem-fraction-static", "0.1", "--max-total-tokens", "8192", "--max-running-requests", "8"]
     argv += ["--served-model-name", "tiny", "--random-seed", "0", "--enable-metrics", "--disable-cuda-graph"]
     argv += ["--sleep-on-idle", *options]  # two servers take turns: one that waits must not spin
-    if drafter:
-        argv += ["--speculative-algorithm", "DFLASH", "--speculative-draft-model-path", str(drafter)]
-        argv += ["--speculative-num-draft-tokens", str(k + 1)]
     settings = {
         "PYTHONPATH": os.pathsep.join([str(site), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
         "SGLANG_USE_CPU_ENGINE": "1", "TORCHDYNAMO_DISABLE": "1", "OMP_NUM_THREADS": "1",
         "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1",
     }  # fmt: skip
-    return SglangServer(http_server.launch(argv, settings, log), port, log)
+    return SglangServer(http_server.launch([sys.executable, *argv], settings, log), port, log)
