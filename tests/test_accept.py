@@ -68,17 +68,23 @@ def test_another_tree_is_another_matter(ran, monkeypatch):
     assert ran.names == ["a", "a"]
 
 
-def test_shares_rotate_over_all_cells(ran, monkeypatch):
-    for commit in "4", "5", "6":
-        monkeypatch.setattr(ran.module, "git", lambda *arguments, commit=commit: commit)
-        command_line(monkeypatch, ran.module, "--share", "3")
-    assert sorted(ran.names) == list("abcd")
+@pytest.mark.parametrize(("commit", "first"), [(0, "a"), (29, "a"), (30, "b"), (49, "d"), (50, "a"), (80, "b")])
+def test_the_first_cell_is_the_one_of_a_minute_that_the_commit_chooses(ran, monkeypatch, commit, first):
+    durations = {"a": 30, "b": 5, "c": 5, "d": 10}
+    cells = [ran.module.Cell(name, "core", f"{name} --json", minutes) for name, minutes in durations.items()]
+    monkeypatch.setattr(ran.module, "CELLS", cells)
+    monkeypatch.setattr(ran.module, "git", lambda *arguments: f"{commit:x}")
+    command_line(monkeypatch, ran.module, "--rotate")
+    assert "".join(ran.names) == ("abcd" * 2)["abcd".index(first) :][:4]
 
 
 def test_the_budget_leaves_out_what_would_not_end_in_time(ran, monkeypatch, capsys):
     assert command_line(monkeypatch, ran.module, "--budget", "5") == 0
     assert ran.names == []
     assert "left out for want of time: ['a', 'b', 'c', 'd']" in capsys.readouterr().out
+    assert command_line(monkeypatch, ran.module, "--rotate", "--budget", "16") == 0
+    assert len(ran.names) == 4
+    assert "left out for want of time: none" in capsys.readouterr().out
 
 
 def test_a_cell_over_time_or_without_an_answer_has_failed(ran, monkeypatch):
