@@ -333,9 +333,10 @@ def extra_file_findings(path: Path | str) -> list[Finding]:
     if not file.is_file():
         return []
     message = (
-        "a separate embedding of the mask token, which vLLM reads and nothing else does (nor do we: it is a pickle)"
+        "a separate embedding of the mask token, a pickle: vLLM lays it beside the target's embedding, SGLang writes "
+        "it over the target's own row, which a prompt with that token then reads; we do not read it"
     )
-    mend = "expect other proposals outside stock vLLM"
+    mend = "expect other proposals from the core's drafter than from the engines; do not send the mask token to SGLang"
     return [_warning("mask-embedding-file", "mask_embedding.pt", file.name, message, mend)]
 
 

@@ -32,7 +32,8 @@ logger = logging.getLogger("sglang.dflash_plugins")
 class VerifyingWorker(DFlashWorkerV2):
     """The engine's worker, with the core verifying sampled requests where the engine has no kernel for it.
 
-    That is all of it on a platform without the kernel where the engine drafts by itself.
+    Rules that count a request's output hold for every row of a block. That is all of it on a platform without the
+    kernel where the engine drafts by itself.
     """
 
     drafts = False
@@ -41,6 +42,37 @@ class VerifyingWorker(DFlashWorkerV2):
         super().__init__(*arguments, **options)
         self._core_may_verify = acceptance.core_may_verify(os.environ)
         self._accepts_target_choices = "target_predict" in inspect.signature(super()._accept_block).parameters
+        self._outputs = Outputs(self.model_config.vocab_size)
+        self._counting: Any = ()
+        self._first_target_forward = self._target_worker.forward_batch_generation
+        self._target_worker.forward_batch_generation = self._target_forward
+
+    def forward_batch_generation(self, batch: Any, *arguments: Any, **options: Any) -> Any:
+        """As the engine, with rules that count tokens applied to every row instead of once to a block."""
+        if not any(map(counts_tokens, batch.reqs or ())):
+            return super().forward_batch_generation(batch, *arguments, **options)
+        prefill, shipped, requests = batch.forward_mode.is_extend(), batch.sampling_info, list(batch.reqs)
+        if prefill:
+            batch.sampling_info = self._outputs.at_prefill(requests, shipped)
+        else:
+            batch.sampling_info, self._counting = replace(shipped, penalizer_orchestrator=None), requests
+        try:
+            result = super().forward_batch_generation(batch, *arguments, **options)
+        finally:
+            shipped.grammar_mask = batch.sampling_info.grammar_mask
+            batch.sampling_info, self._counting = shipped, ()
+        if prefill:
+            self._outputs.begin(requests, result.next_token_ids)
+        else:
+            self._outputs.add(requests, result.next_token_ids.view(len(requests), -1), result.accept_lens)
+        return result
+
+    def _target_forward(self, batch: Any, *arguments: Any, **options: Any) -> Any:
+        result = self._first_target_forward(batch, *arguments, **options)
+        if self._counting:
+            block_ids = options["forward_batch"].input_ids.view(len(self._counting), -1)
+            self._outputs.penalise(self._counting, block_ids, result.logits_output.next_token_logits)
+        return result
 
     def _validate_phase1_sampling_support(self, batch: Any) -> None:
         """Sampled requests are verified by the core: nothing falls back to greedy, nothing to warn of."""
@@ -99,10 +131,6 @@ class DFlashPluginsWorker(VerifyingWorker):
         self._block: Any = None
         self._first_forward = self.draft_model_runner.forward
         self.draft_model_runner.forward = self._forward_and_remember
-        self._outputs = Outputs(self.model_config.vocab_size)
-        self._counting: Any = ()
-        self._first_target_forward = self._target_worker.forward_batch_generation
-        self._target_worker.forward_batch_generation = self._target_forward
 
     @property
     def drafter(self) -> DFlashPluginsDraftModel:
@@ -112,33 +140,6 @@ class DFlashPluginsWorker(VerifyingWorker):
     def _forward_and_remember(self, forward_batch: Any, *arguments: Any, **options: Any) -> Any:
         self._block = forward_batch
         return self._first_forward(forward_batch, *arguments, **options)
-
-    def forward_batch_generation(self, batch: Any, *arguments: Any, **options: Any) -> Any:
-        """As the engine, with rules that count tokens applied to every row instead of once to a block."""
-        if not any(map(counts_tokens, batch.reqs or ())):
-            return super().forward_batch_generation(batch, *arguments, **options)
-        prefill, shipped, requests = batch.forward_mode.is_extend(), batch.sampling_info, list(batch.reqs)
-        if prefill:
-            batch.sampling_info = self._outputs.at_prefill(requests, shipped)
-        else:
-            batch.sampling_info, self._counting = replace(shipped, penalizer_orchestrator=None), requests
-        try:
-            result = super().forward_batch_generation(batch, *arguments, **options)
-        finally:
-            shipped.grammar_mask = batch.sampling_info.grammar_mask
-            batch.sampling_info, self._counting = shipped, ()
-        if prefill:
-            self._outputs.begin(requests, result.next_token_ids)
-        else:
-            self._outputs.add(requests, result.next_token_ids.view(len(requests), -1), result.accept_lens)
-        return result
-
-    def _target_forward(self, batch: Any, *arguments: Any, **options: Any) -> Any:
-        result = self._first_target_forward(batch, *arguments, **options)
-        if self._counting:
-            block_ids = options["forward_batch"].input_ids.view(len(self._counting), -1)
-            self._outputs.penalise(self._counting, block_ids, result.logits_output.next_token_logits)
-        return result
 
     def _maybe_build_draft_sampler(self) -> None:
         """Tokens are chosen between passes, outside of what a graph holds."""

@@ -62,6 +62,7 @@ def _verifying(worker: type) -> type:
         return worker
     from sglang_ext.proposer import VerifyingWorker
 
+    _refuse_half_applied_rules()
     logger.info("dflash-plugins: sampled requests are verified by the core, SGLang has no kernel for them here")
     return VerifyingWorker
 

@@ -143,6 +143,18 @@ def test_without_our_acceptance_sglang_falls_back_to_greedy(run_sglang, law, met
     assert exact_law.fit(got["texts"]["temperature"], *law.bins["temperature"])[0] < ALPHA
 
 
+@pytest.mark.parametrize("method", ["dflash", "dflash2"])
+def test_where_sglang_drafts_by_itself_the_core_verifies_what_it_has_no_kernel_for(run_sglang, law, method):
+    rules = ["temperature", "top_k, top_p and min_p", "all penalties and logit_bias", "min_new_tokens"]
+    got = draw(run_sglang, law, method, rules, environment={"SGLANG_FAULT": "engine_drafts"})
+    for rule in rules:
+        p, _ = exact_law.fit(got["texts"][rule], *law.bins[rule])
+        print(f"{method}, drafted by SGLang, {rule}: p = {p:.3g}")
+        assert p > ALPHA
+    assert got["texts"]["greedy"] == [law.greedy] * GREEDY
+    assert got["emitted"] > 1.2
+
+
 @pytest.mark.parametrize("options", [{"disable_overlap_schedule": True}], ids=["without overlap"])
 def test_the_schedule_does_not_matter(run_sglang, law, options):
     rules = ["temperature", "all penalties and logit_bias", "min_new_tokens"]
@@ -187,6 +199,12 @@ def plain_penalised(run_sglang):
 @pytest.mark.parametrize("method", trained.METHODS)
 def test_penalised_texts_are_the_plain_ones(run_sglang, plain_penalised, method):
     assert penalised(run_sglang, method, PENALTIES)["ids"] == plain_penalised
+
+
+@pytest.mark.parametrize("method", ["dflash", "dflash2"])
+def test_penalised_texts_are_the_plain_ones_where_sglang_drafts_by_itself(run_sglang, plain_penalised, method):
+    got = penalised(run_sglang, method, PENALTIES, environment={"SGLANG_FAULT": "engine_drafts"})
+    assert got["ids"] == plain_penalised
 
 
 def test_requests_that_are_put_back_half_way_keep_their_penalties(run_sglang, plain_penalised):
