@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from pydantic import BaseModel, ConfigDict
 
 from dflash_plugins.check import inspect_pair
-from dflash_plugins.engines import EngineFacts, Launch, engine_facts
+from dflash_plugins.engines import EngineFacts, Launch, Server, engine_facts
 from dflash_plugins.errors import BadInput
 from dflash_plugins.findings import Finding, Severity, errors
 
@@ -62,7 +62,8 @@ def plan(
     """
     facts = engine_facts(engine)
     given = dict(_flags(flags))
-    _refuse_decided(facts, given, port)
+    server = _server(facts)
+    _refuse_decided(facts, server, given, port)
     said = _k_of(facts, given)
     if None not in (k, said) and k != said:
         raise BadInput(f"--k {k} and the engine's flags disagree, which ask for K = {said}: give one of the two")
@@ -75,7 +76,9 @@ def plan(
     own = _pair_flags(facts, target, draft, report.draft.k if k is None else k, already=said is not None)
     own += [] if port is None else ["--port", str(port)]
     own += [] if name is None or "served_model_name" in given else ["--served-model-name", name]
-    return ServeReport(findings=report.findings, launch=(sys.executable, "-m", facts.server, *own, *flags))
+    return ServeReport(
+        findings=report.findings, launch=(sys.executable, "-m", server.module, *server.arguments, *own, *flags)
+    )
 
 
 def replace_process(launch: Sequence[str]) -> None:
@@ -87,12 +90,18 @@ def replace_process(launch: Sequence[str]) -> None:
 
 def installed_version(facts: EngineFacts) -> str | None:
     """Of the engine in this environment, under whichever name its distribution goes."""
-    for distribution in facts.distributions:
-        try:
-            return version(distribution)
-        except PackageNotFoundError:
-            continue
-    return None
+    return next(filter(None, map(_version_of, facts.distributions)), None)
+
+
+def _version_of(distribution: str) -> str | None:
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return None
+
+
+def _server(facts: EngineFacts) -> Server:
+    return next(one for one in facts.servers if one.needs is None or _version_of(one.needs))
 
 
 def _pair_flags(facts: EngineFacts, target: Path, draft: Path, k: int, *, already: bool) -> list[str]:
@@ -113,8 +122,10 @@ def _flags(arguments: Sequence[str]) -> Iterator[tuple[str, str | None]]:
             yield name.replace("-", "_"), value if separator else None if following.startswith("--") else following
 
 
-def _refuse_decided(facts: EngineFacts, given: Iterable[str], port: int | None) -> None:
+def _refuse_decided(facts: EngineFacts, server: Server, given: Iterable[str], port: int | None) -> None:
     """Also shortened flags, and parts of one (``--speculative-config.model``)."""
+    if dropped := sorted(set(server.lacks) & set(given)):
+        raise BadInput(f"{server.module} serves here, which has no {', '.join(map(_spelled, dropped))}")
     decided = {*facts.decided_flags, *(() if port is None else ("port",))}
     taken = [name for name in given if any(one.startswith(name.partition(".")[0]) for one in decided)]
     if taken:

@@ -23,7 +23,7 @@ def pair(tmp_path_factory):
 
 def launch(engine, pair, *flags, **options):
     report = serve.plan(engine, *pair, flags=flags, **options)
-    assert report.launch[:3] == (sys.executable, "-m", engine_facts(engine).server)
+    assert report.launch[:3] == (sys.executable, "-m", engine_facts(engine).servers[-1].module)
     return report.launch[3:]
 
 
@@ -57,6 +57,16 @@ def test_without_k_it_is_what_the_drafter_was_trained_for(pair):
 def test_a_flag_of_the_engine_that_says_k_is_left_alone(pair, flag, k):
     argv = launch("sglang", pair, *flag, k=k)
     assert argv[6:] == flag
+
+
+def test_where_vllm_goes_by_its_name_its_own_command_serves(pair, monkeypatch):
+    monkeypatch.setattr(serve, "version", lambda name: "0.31.0")
+    flags = ("--api-server-count", "2")
+    argv = serve.plan("vllm", *pair, flags=flags).launch
+    assert argv[1:5] == ("-m", "vllm.entrypoints.cli.main", "serve", "--model")
+    monkeypatch.undo()
+    with pytest.raises(BadInput, match="has no --api-server-count"):
+        serve.plan("vllm", *pair, flags=flags)
 
 
 def test_a_name_that_the_user_gives_wins(pair):
@@ -144,7 +154,7 @@ import sys
 sys.path.insert(0, {folder!r})
 from dflash_plugins import cli, driver, engines, serve
 driver.find_driver = lambda name: None
-facts = engines.engine_facts("vllm").model_copy(update={{"server": "engine_server"}})
+facts = engines.engine_facts("vllm").model_copy(update={{"servers": (engines.Server(module="engine_server"),)}})
 serve.engine_facts = lambda name: facts
 import os
 os.environ["PYTHONPATH"] = {folder!r}

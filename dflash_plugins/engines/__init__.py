@@ -76,13 +76,22 @@ class Bug(_Data):
     source: str
 
 
+class Server(_Data):
+    """A module that serves, with its first ``arguments``; the distribution it ``needs``, and flags that it drops."""
+
+    module: str
+    arguments: tuple[str, ...] = ()
+    needs: str | None = None
+    lacks: tuple[str, ...] = ()
+
+
 class EngineFacts(_Data):
-    """One engine's file. ``server`` is the module that serves; ``decided_flags`` are those that name the pair."""
+    """One engine's file. The first of ``servers`` that can run serves; ``decided_flags`` name the pair."""
 
     engine: str
     title: str
     distributions: tuple[str, ...]
-    server: str
+    servers: tuple[Server, ...]
     decided_flags: tuple[str, ...]
     tokens_flag: str
     tokens_aliases: tuple[str, ...] = ()
