@@ -19,7 +19,7 @@ import typer
 
 from dflash_plugins.train.answers import target_fingerprint
 from dflash_plugins.train.prompts import Prompt, finish_opening, training_prompts
-from dflash_plugins.train.store import StoredSequence, StoreMeta, pack, write_shard
+from dflash_plugins.train.store import StoredSequence, StoreMeta, has_shard, pack, write_shard
 
 SHARD_SEQUENCES = 256
 SAMPLED_EVERY = 8
@@ -180,7 +180,7 @@ def main(
     chunks = [prompts[i : i + SHARD_SEQUENCES] for i in range(0, len(prompts), SHARD_SEQUENCES)]
     for number, chunk in enumerate(chunks[:shards]):
         path = out / f"shard-{number:05d}.safetensors"
-        if path.exists():
+        if has_shard(path, meta):
             continue
         began = time.perf_counter()
         write_shard(path, _make_shard(llm, recorder, chunk, max_tokens), meta, [p.source for p in chunk])

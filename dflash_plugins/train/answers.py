@@ -19,7 +19,7 @@ from torch import Tensor
 from dflash_plugins.errors import BadInput
 from dflash_plugins.features import FeatureTap
 from dflash_plugins.pairs.prompts import is_measuring_prompt
-from dflash_plugins.train.store import StoredSequence, StoreMeta, pack, write_shard
+from dflash_plugins.train.store import StoredSequence, StoreMeta, has_shard, pack, write_shard
 
 SEQUENCES_PER_SHARD = 256
 
@@ -96,7 +96,7 @@ def build_store(
         for number, first in enumerate(shards):
             report("features", number, len(shards))
             path = out / f"shard-{number:05d}.safetensors"
-            if not path.exists():
+            if not has_shard(path, meta):
                 chunk = answers[first : first + SEQUENCES_PER_SHARD]
                 write_shard(path, _shard(model, tap, chunk), meta, [a.source for a in chunk])
     report("features", len(shards), len(shards))

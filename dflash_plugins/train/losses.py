@@ -29,12 +29,12 @@ def block_loss(
     unknown or not in the head; ``weights`` fp32 [K]; ``teacher`` logits [N, K, V_draft] of the target over the same
     rows. ``soft_share`` of the loss is the cross-entropy to the teacher's distribution, the rest that to the label.
     """
-    log_q = F.log_softmax(logits.float(), dim=-1)
+    log_q = F.log_softmax(at_least_fp32(logits), dim=-1)
     known = labels != IGNORED
     picked = log_q.gather(-1, labels.clamp_min(0)[..., None])[..., 0]
     per_slot = -picked * (1.0 - soft_share)
     if teacher is not None and soft_share > 0.0:
-        per_slot = per_slot - (teacher.float().softmax(-1) * log_q).sum(-1) * soft_share
+        per_slot = per_slot - (at_least_fp32(teacher).softmax(-1) * log_q).sum(-1) * soft_share
     return _weighted_mean(per_slot, weights * known)
 
 
@@ -57,6 +57,11 @@ def selector_loss(
     true = candidate_ids == labels[..., None]
     per_slot = -torch.where(true, log_q, torch.zeros_like(log_q)).sum(-1)
     return _weighted_mean(per_slot, weights * true.any(-1))
+
+
+def at_least_fp32(values: Tensor) -> Tensor:
+    """Any shape, in fp32, or in fp64 where it is so."""
+    return values if values.dtype == torch.float64 else values.float()
 
 
 def _weighted_mean(per_slot: Tensor, weights: Tensor) -> Tensor:

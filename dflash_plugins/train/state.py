@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from dflash_plugins.errors import BadInput
+from dflash_plugins.train.store import whole_file
 
 STATE_FILE = "training-state.safetensors"
 
@@ -23,10 +24,8 @@ def save_state(folder: Path, drafter: torch.nn.Module, optimizer: torch.optim.Op
         for moment in ("exp_avg", "exp_avg_sq"):
             if parameter in optimizer.state:
                 tensors[f"{moment}.{name}"] = optimizer.state[parameter][moment].contiguous()
-    folder.mkdir(parents=True, exist_ok=True)
-    partial = folder / (STATE_FILE + ".partial")
-    save_file(tensors, partial, metadata={"facts": json.dumps(facts, sort_keys=True)})
-    partial.replace(folder / STATE_FILE)
+    with whole_file(folder / STATE_FILE) as partial:
+        save_file(tensors, partial, metadata={"facts": json.dumps(facts, sort_keys=True)})
 
 
 def load_state(
@@ -43,8 +42,11 @@ def load_state(
     path = folder / STATE_FILE
     if not path.exists():
         return {}
-    file = safe_open(path, framework="pt")
-    facts = json.loads(file.metadata()["facts"])
+    try:
+        file = safe_open(path, framework="pt")
+        facts = json.loads(file.metadata()["facts"])
+    except (OSError, SafetensorError, TypeError, KeyError, ValueError) as error:
+        raise BadInput(f"{path}: is no whole state of a run ({error}); remove it to begin anew") from error
     known = {**json.loads(json.dumps(defaults)), **facts}
     wrong = {key: (known.get(key), value) for key, value in expected.items() if known.get(key) != value}
     if wrong:

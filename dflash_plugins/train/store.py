@@ -15,11 +15,14 @@ refused.
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from safetensors import SafetensorError
 
 from dflash_plugins.errors import BadInput
 
@@ -33,6 +36,11 @@ class StoreMeta:
 
     target_fingerprint: str
     target_layer_ids: tuple[int, ...]
+
+    @classmethod
+    def of(cls, metadata: Mapping[str, str]) -> StoreMeta:
+        """From safetensors metadata."""
+        return cls(metadata["target_fingerprint"], tuple(json.loads(metadata["target_layer_ids"])))
 
     def as_metadata(self) -> dict[str, str]:
         """As safetensors metadata (strings only)."""
@@ -77,33 +85,93 @@ def write_shard(path: Path, tensors: dict[str, torch.Tensor], meta: StoreMeta, s
     """Writes one shard beside its place and renames it, so that a shard is either whole or absent."""
     from safetensors.torch import save_file
 
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(".partial")
-    save_file(tensors, partial, metadata={**meta.as_metadata(), "sources": json.dumps(list(sources))})
-    partial.replace(path)
+    with whole_file(path) as partial:
+        save_file(tensors, partial, metadata={**meta.as_metadata(), "sources": json.dumps(list(sources))})
+
+
+def has_shard(path: Path, meta: StoreMeta) -> bool:
+    """Whether the shard is there already, so that a store is gone on with; BadInput when it is broken or another's."""
+    if not path.exists():
+        return False
+    (file,) = _opened([path])
+    found = StoreMeta.of(file.metadata())
+    if found != meta:
+        raise BadInput(
+            f"{path} holds features of {found.target_fingerprint}, layers {list(found.target_layer_ids)}, not of "
+            f"{meta.target_fingerprint}, layers {list(meta.target_layer_ids)}: choose another folder or remove it"
+        )
+    return True
+
+
+@contextlib.contextmanager
+def whole_file(path: Path) -> Iterator[Path]:
+    """A name beside ``path`` to write to, which takes its place once it is written; BadInput where that fails.
+
+    What was at ``path`` before stays until then, and stays where it fails.
+    """
+    partial = path.with_name(path.name + ".partial")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        yield partial
+        partial.replace(path)
+    except (OSError, SafetensorError) as error:
+        partial.unlink(missing_ok=True)
+        raise BadInput(f"{path} cannot be written, and is left as it was: {error}") from error
+
+
+def _opened(paths: Sequence[Path]) -> list[Any]:
+    """Files of shards; BadInput names all that are no whole shard."""
+    from safetensors import safe_open
+
+    files, broken = [], []
+    for path in paths:
+        try:
+            file = safe_open(path, framework="pt")
+            _require_shard(file)
+            files.append(file)
+        except (OSError, SafetensorError, BadInput) as error:
+            broken.append(f"{path.name}: {error}")
+    if broken:
+        raise BadInput(f"{paths[0].parent}: {'; '.join(broken)}. Remove these files and make them again")
+    return files
+
+
+def _require_shard(file: Any) -> None:
+    """BadInput with the first thing that does not fit in the small tensors and the shapes of a shard."""
+    missing = {"tokens", "starts", "prompt_lengths", "features", "final"} - set(file.keys())
+    keys = {"target_fingerprint", "target_layer_ids", "sources"} - set(file.metadata() or {})
+    if missing or keys:
+        raise BadInput(f"has no {', '.join(sorted(missing | keys))}")
+    starts, prompts = file.get_tensor("starts"), file.get_tensor("prompt_lengths")
+    rows = {name: file.get_slice(name).get_shape()[0] for name in ("tokens", "features", "final")}
+    lengths = starts.diff()
+    fits = (
+        int(starts[0]) == 0 and {int(starts[-1]), *rows.values()} == {rows["tokens"]} and len(prompts) == len(lengths)
+    )
+    if not fits or bool((lengths < prompts).any()) or bool((prompts < 0).any()):
+        raise BadInput(f"its sequences do not fill its {rows['tokens']} tokens")
+    if bool((file.get_tensor("tokens") < 0).any()):
+        raise BadInput("holds token ids below 0")
 
 
 class FeatureStore:
     """Reads the shards of a folder, memory-mapped."""
 
     def __init__(self, folder: Path) -> None:
-        from safetensors import safe_open
-
         self.paths = sorted(folder.glob("shard-*.safetensors"))
         if not self.paths:
             raise BadInput(f"{folder}: no shard-*.safetensors in it; make the data first")
-        self._files = [safe_open(path, framework="pt") for path in self.paths]
+        self._files = _opened(self.paths)
         self.meta = self._agreed_meta()
         self.tokens = [file.get_tensor("tokens") for file in self._files]
         self.sequences = list(self._index())
 
     def _agreed_meta(self) -> StoreMeta:
-        metas = {path: file.metadata() for path, file in zip(self.paths, self._files, strict=True)}
-        found = {(m["target_fingerprint"], m["target_layer_ids"]) for m in metas.values()}
+        found = {StoreMeta.of(file.metadata()) for file in self._files}
         if len(found) != 1:
-            raise BadInput(f"{self.paths[0].parent}: shards disagree on target or layer ids: {sorted(found)}")
-        fingerprint, layer_ids = found.pop()
-        return StoreMeta(fingerprint, tuple(json.loads(layer_ids)))
+            listed = "; ".join(sorted(f"{one.target_fingerprint} {list(one.target_layer_ids)}" for one in found))
+            raise BadInput(f"{self.paths[0].parent}: shards disagree on target or layer ids: {listed}")
+        return found.pop()
 
     def _index(self) -> Iterator[SequenceRef]:
         for shard, file in enumerate(self._files):

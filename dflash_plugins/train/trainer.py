@@ -27,7 +27,7 @@ from dflash_plugins.train.batches import Batch, make_batch, random_anchors
 from dflash_plugins.train.blocks import BatchBackbone
 from dflash_plugins.train.evaluate import HeldOut, held_out
 from dflash_plugins.train.initialise import TargetTensors, initialise_from_target
-from dflash_plugins.train.losses import IGNORED, block_loss, selector_loss, slot_weights
+from dflash_plugins.train.losses import IGNORED, at_least_fp32, block_loss, selector_loss, slot_weights
 from dflash_plugins.train.recipe import Recipe, draft_config, learning_rate
 from dflash_plugins.train.start import freeze_others, load_start, require_same_geometry, take_tensors
 from dflash_plugins.train.state import load_state, save_state, trained_parameters
@@ -62,6 +62,7 @@ class Trainer:
         recipe.require()
         self.recipe, self.out = recipe, out
         self.store = FeatureStore(data)
+        _require_same_target(self.store, target)
         self.tensors = TargetTensors(target)
         self.train_refs, self.held_refs = _split(self.store, recipe.held_out_sequences)
         start = load_start(recipe.start_from)
@@ -74,6 +75,7 @@ class Trainer:
         self.optimizer = torch.optim.AdamW(groups, lr=recipe.learning_rate, betas=(0.9, 0.95))
         self.facts = self._facts()
         found = load_state(out, self.drafter, self.optimizer, self.facts, asdict(Recipe()))
+        self._drawn: list[SequenceRef] = []
         self.step = int(found.get("step", 0))
         self._refuse_lost_data(int(found.get("shards", 0)))
         self.seconds = float(found.get("seconds", 0.0))
@@ -148,11 +150,25 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(self.recipe, self.step)
         loss = self.loss(batch, parts, k)
+        self._refuse_non_finite(loss, batch)
         self.optimizer.zero_grad(set_to_none=True)
         loss.backward()
         nn.utils.clip_grad_norm_(trained_parameters(self.drafter).values(), 1.0)
         self.optimizer.step()
         return float(loss.detach()), batch.num_blocks
+
+    def _refuse_non_finite(self, loss: Tensor, batch: Batch) -> None:
+        """Before a step is taken: weights that were NaN once stay so."""
+        if bool(torch.isfinite(loss)):
+            return
+        rows = [row for row, features in enumerate(batch.features) if not bool(torch.isfinite(features).all())]
+        cause = "the learning rate may be too high"
+        if rows:
+            names = sorted({self.store.paths[self._drawn[row].shard].name for row in rows})
+            cause = f"features in {', '.join(names)} are not finite: remove these files and make them again"
+        raise BadInput(
+            f"the loss of step {self.step + 1} is {float(loss.detach())}: {cause}. {self.out} is as it was last saved"
+        )
 
     def _draw(self, generator: torch.Generator) -> tuple[Batch, int]:
         recipe = self.recipe
@@ -162,7 +178,7 @@ class Trainer:
             len(self.train_refs), generator=torch.Generator().manual_seed(recipe.seed + 7919 * epoch)
         )
         chosen = order[place * recipe.sequences_per_step : (place + 1) * recipe.sequences_per_step].tolist()
-        refs = [self.train_refs[i] for i in chosen]
+        refs = self._drawn = [self.train_refs[i] for i in chosen]
         anchors = [random_anchors(ref, recipe.anchors_per_sequence, generator) for ref in refs]
         short = bool(torch.rand((), generator=generator) < recipe.short_share)
         k = recipe.short_k if short and recipe.short_k else recipe.block_size - 1
@@ -204,10 +220,11 @@ class Trainer:
         assert selector is not None
         labels = backbone.labels
         previous = torch.cat([backbone.anchors[:, None], labels[:, :-1]], dim=1)
-        unary, draft_ids = candidates(logits.float(), selector.top_k)
+        unary, draft_ids = candidates(at_least_fp32(logits), selector.top_k)
         ids = backbone.target_ids(draft_ids)
         with torch.autocast("cpu", enabled=False):
-            return selector_loss(selector, hidden.float(), ids, unary, labels[:, slots], previous[:, slots], weights)
+            hidden = at_least_fp32(hidden)
+            return selector_loss(selector, hidden, ids, unary, labels[:, slots], previous[:, slots], weights)
 
     @torch.no_grad()
     def _teacher(self, final: Tensor) -> Tensor:
@@ -248,6 +265,15 @@ class Trainer:
     def response_tokens(self) -> int:
         """Response tokens in the training part of the data."""
         return sum(ref.stop - ref.start - ref.prompt_length for ref in self.train_refs)
+
+
+def _require_same_target(store: FeatureStore, target: Path) -> None:
+    found, wanted = target_fingerprint(target), store.meta.target_fingerprint
+    if found != wanted:
+        raise BadInput(
+            f"{target} is {found}, the features in {store.paths[0].parent} are of {wanted}: features of another target "
+            "teach nothing; give that target, or make the features again"
+        )
 
 
 @contextlib.contextmanager
