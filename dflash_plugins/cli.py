@@ -297,7 +297,7 @@ def train(
     as_json: AsJson = False,
 ) -> int:
     """Train a drafter, in legs that go on where the last one ended, and export it in the layout that engines load."""
-    _require("train", "torch", "transformers")
+    _require("train", "accelerate", "torch", "transformers")
     from dflash_plugins.pairs import resolve
 
     recipe = _parse_settings(settings or [])
@@ -315,6 +315,8 @@ def train(
             settings=recipe,
             report=report,
         )
+    if result is None:
+        return DONE  # one of several processes, of which the first reports
     if as_json:
         _print_json(result.model_dump(mode="json"))
     else:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
@@ -27,6 +27,10 @@ class Batch:
     anchor_ids: Tensor
     labels: Tensor
     final: Tensor
+
+    def to(self, device: torch.device) -> Batch:
+        """The same batch there."""
+        return Batch(**{field.name: getattr(self, field.name).to(device) for field in fields(self)})
 
     @property
     def num_blocks(self) -> int:

@@ -29,7 +29,8 @@ class BatchBackbone(OnDrafter):
     @classmethod
     def of(cls, drafter: Drafter, batch: Batch, k: int) -> BatchBackbone:
         """With the context computed from the batch's features."""
-        positions = torch.arange(batch.features.shape[1]).expand(batch.features.shape[0], -1)
+        rows, columns = batch.features.shape[:2]
+        positions = torch.arange(columns, device=batch.features.device).expand(rows, -1)
         return cls(drafter, batch, k, drafter.context_kv(batch.features, positions, batch.lengths))
 
     @property

@@ -48,7 +48,7 @@ def _prefix_lengths(drafter: Drafter, store: FeatureStore, ref: SequenceRef, k: 
     """Accepted prefix of a block at every response position whose K successors are known."""
     lengths: list[int] = []
     for anchors in every_anchor(ref).split(ANCHORS_AT_ONCE):
-        batch = make_batch(store, [ref], [anchors], k)
+        batch = make_batch(store, [ref], [anchors], k).to(drafter.fc.weight.device)
         lengths += matches(drafter, batch, k)[0].tolist()
     return lengths[: len(lengths) - k + 1]
 

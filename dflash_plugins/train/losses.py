@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812 - the name everybody reads
@@ -9,6 +12,21 @@ from torch.nn import functional as F  # noqa: N812 - the name everybody reads
 from dflash_plugins.selector import SelectorTables, move_scores
 
 IGNORED = -1
+
+
+@dataclass(frozen=True)
+class Processes:
+    """Those that share the blocks of a step: how many, and ``total``, the sum over them of a scalar.
+
+    A loss divides by the weights of all their slots and counts ``count`` times, so that the mean of the processes'
+    losses is the loss of their blocks taken together, however slots that bear no loss are spread over them.
+    """
+
+    count: int = 1
+    total: Callable[[Tensor], Tensor] = lambda scalar: scalar
+
+
+ALONE = Processes()
 GAMMA_BY_BLOCK = {16: 7.0, 10: 5.0, 8: 4.0}
 
 
@@ -21,7 +39,13 @@ def slot_weights(k: int, gamma: float) -> Tensor:
 
 
 def block_loss(
-    logits: Tensor, labels: Tensor, weights: Tensor, *, teacher: Tensor | None = None, soft_share: float = 0.0
+    logits: Tensor,
+    labels: Tensor,
+    weights: Tensor,
+    *,
+    teacher: Tensor | None = None,
+    soft_share: float = 0.0,
+    processes: Processes = ALONE,
 ) -> Tensor:
     """Weighted mean over slots of hard and soft cross-entropy, a scalar.
 
@@ -35,7 +59,7 @@ def block_loss(
     per_slot = -picked * (1.0 - soft_share)
     if teacher is not None and soft_share > 0.0:
         per_slot = per_slot - (at_least_fp32(teacher).softmax(-1) * log_q).sum(-1) * soft_share
-    return _weighted_mean(per_slot, weights * known)
+    return _weighted_mean(per_slot, weights * known, processes)
 
 
 def selector_loss(
@@ -46,6 +70,8 @@ def selector_loss(
     labels: Tensor,
     previous: Tensor,
     weights: Tensor,
+    *,
+    processes: Processes = ALONE,
 ) -> Tensor:
     """Weighted mean over slots of the selector's cross-entropy over the candidates, a scalar.
 
@@ -56,7 +82,7 @@ def selector_loss(
     log_q = F.log_softmax(move_scores(selector, hidden, previous.clamp_min(0), candidate_ids, unary), dim=-1)
     true = candidate_ids == labels[..., None]
     per_slot = -torch.where(true, log_q, torch.zeros_like(log_q)).sum(-1)
-    return _weighted_mean(per_slot, weights * true.any(-1))
+    return _weighted_mean(per_slot, weights * true.any(-1), processes)
 
 
 def at_least_fp32(values: Tensor) -> Tensor:
@@ -64,5 +90,5 @@ def at_least_fp32(values: Tensor) -> Tensor:
     return values if values.dtype == torch.float64 else values.float()
 
 
-def _weighted_mean(per_slot: Tensor, weights: Tensor) -> Tensor:
-    return (per_slot * weights).sum() / weights.sum().clamp_min(1.0)
+def _weighted_mean(per_slot: Tensor, weights: Tensor, processes: Processes) -> Tensor:
+    return (per_slot * weights).sum() * processes.count / processes.total(weights.sum()).clamp_min(1.0)

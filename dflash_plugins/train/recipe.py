@@ -40,6 +40,7 @@ class Recipe:
 
     short_k, short_share    this share of the steps runs blocks of ``short_k`` masks, the others of B - 1
     soft_share              share of the loss that is the cross-entropy to the target's distribution
+    accumulate              turns in which a process runs its share of a step; each weighs the same
     precision               of the forward passes under autocast, and of the exported weights
     conv_*, selector_*      sizes of a DFlash 2 drafter, and of a D-Loop drafter with ``dloop_selector``
     prefix_lengths          of a D-Loop drafter: tokens selected before each later pass, rising, in the exported config
@@ -56,6 +57,7 @@ class Recipe:
     steps: Count = 3000
     sequences_per_step: Count = 8
     anchors_per_sequence: Count = 24
+    accumulate: Count = 1
     short_k: Count | None = 3
     short_share: Share = 0.5
     learning_rate: Positive = 1e-3

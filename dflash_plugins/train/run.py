@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from accelerate import PartialState
 from pydantic import BaseModel, ConfigDict
 
 from dflash_plugins.config import ARCHITECTURE_OF
@@ -14,7 +15,7 @@ from dflash_plugins.train.answers import build_store, read_answers
 from dflash_plugins.train.export import DRAFTER_FOLDER, export_drafter, model_card
 from dflash_plugins.train.recipe import Recipe
 from dflash_plugins.train.state import trained_parameters
-from dflash_plugins.train.trainer import Progress, Trainer
+from dflash_plugins.train.trainer import Progress, Trainer, on_cpu
 
 Report = Callable[[str, int, int], None]
 EVALUATED_AT = (3, 7)
@@ -55,16 +56,23 @@ def run(
     minutes: float | None = None,
     settings: dict[str, Any] | None = None,
     report: Report = lambda stage, done, total: None,
-) -> TrainReport:
+) -> TrainReport | None:
     """Trains (or goes on training) a drafter for ``target`` on the feature store ``data`` and exports it to ``out``.
 
     ``minutes`` ends this leg after that time; running the same command again continues it. ``settings`` are fields of
     :class:`Recipe` as ``--set KEY=VALUE`` gives them. Raises BadInput for a method, path or setting that is not usable.
+    Of several processes (torchrun, accelerate) the first one exports and reports; the others return None.
     """
     settings = dict(settings or {})
     layer_ids = settings.pop("target_layer_ids", None)
     recipe = _recipe(method, steps, settings)
-    trainer = Trainer(recipe, target, _store(data, target, layer_ids, report), out)
+    state = PartialState(cpu=on_cpu())
+    with state.main_process_first():
+        store = _store(data, target, layer_ids, report)
+    trainer = Trainer(recipe, target, store, out)
+    if not state.is_main_process:
+        trainer.run(until=(minutes or float("inf")) * 60.0)
+        return None
     if trainer.taken:
         report(f"first weights from {recipe.start_from}, tensors", len(trainer.taken), len(trainer.taken))
     losses: list[float] = []

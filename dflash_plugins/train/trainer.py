@@ -1,4 +1,4 @@
-"""``dflash-plugins train``: a drafter of any method on a feature store, single process, resumable.
+"""``dflash-plugins train``: a drafter of any method on a feature store, in one process or several, resumable.
 
 A step cuts random blocks out of answers (methods.md section 5). DFlash and DFlash 2 see the anchor alone; D-Loop also
 sees a true prefix in a second input of the same blocks (section 4). Drafters with a selector add its loss (section 3).
@@ -14,9 +14,11 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn, cast
 
 import torch
+from accelerate import Accelerator
+from accelerate.utils import DistributedDataParallelKwargs
 from torch import Tensor, nn
 
 from dflash_plugins.drafter import Drafter
@@ -27,7 +29,15 @@ from dflash_plugins.train.batches import Batch, make_batch, random_anchors
 from dflash_plugins.train.blocks import BatchBackbone
 from dflash_plugins.train.evaluate import HeldOut, held_out
 from dflash_plugins.train.initialise import TargetTensors, initialise_from_target
-from dflash_plugins.train.losses import IGNORED, at_least_fp32, block_loss, selector_loss, slot_weights
+from dflash_plugins.train.losses import (
+    ALONE,
+    IGNORED,
+    Processes,
+    at_least_fp32,
+    block_loss,
+    selector_loss,
+    slot_weights,
+)
 from dflash_plugins.train.recipe import Recipe, draft_config, learning_rate
 from dflash_plugins.train.start import freeze_others, load_start, require_same_geometry, take_tensors
 from dflash_plugins.train.state import load_state, save_state, trained_parameters
@@ -55,12 +65,32 @@ class Progress:
     blocks_per_second: float
 
 
+class _Step(nn.Module):
+    """The loss of a step as a module, since what averages gradients over processes wraps one."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        super().__init__()
+        self.drafter = trainer.drafter
+        self._loss = trainer.loss
+
+    def forward(self, batch: Batch, parts: Sequence[Part], k: int) -> Tensor:
+        """See ``Trainer.loss``."""
+        return self._loss(batch, parts, k)
+
+
 class Trainer:
-    """One run: builds the drafter, walks the steps, saves, evaluates. ``target`` and ``data`` are folders."""
+    """One run: builds the drafter, walks the steps, saves, evaluates. ``target`` and ``data`` are folders.
+
+    Started in several processes (torchrun, accelerate), each takes its share of the sequences of every step, and the
+    gradients are averaged: steps, losses and weights are those of one process. The first one saves.
+    """
 
     def __init__(self, recipe: Recipe, target: Path, data: Path, out: Path) -> None:
         recipe.require()
         self.recipe, self.out = recipe, out
+        self.accelerator = _accelerator()
+        self.processes = _processes(self.accelerator)
+        self._require_shares()
         self.store = FeatureStore(data)
         _require_same_target(self.store, target)
         self.tensors = TargetTensors(target)
@@ -68,17 +98,30 @@ class Trainer:
         start = load_start(recipe.start_from)
         self.vocabulary = self._vocabulary(start)
         self.taken: list[str] = []
-        self.drafter = self._build(target, start)
+        self.drafter = self._build(target, start).to(self.device)
         freeze_others(self.drafter, recipe.train_only)
-        self.label_of = _label_table(self.vocabulary, self.drafter.config.vocab_size)
+        self.label_of = _label_table(self.vocabulary, self.drafter.config.vocab_size).to(self.device)
         groups = _parameter_groups(self.drafter, recipe.weight_decay)
         self.optimizer = torch.optim.AdamW(groups, lr=recipe.learning_rate, betas=(0.9, 0.95))
         self.facts = self._facts()
         found = load_state(out, self.drafter, self.optimizer, self.facts, asdict(Recipe()))
-        self._drawn: list[SequenceRef] = []
         self.step = int(found.get("step", 0))
         self._refuse_lost_data(int(found.get("shards", 0)))
         self.seconds = float(found.get("seconds", 0.0))
+        self._module = self.accelerator.prepare_model(_Step(self))
+
+    @property
+    def device(self) -> torch.device:
+        """Where this process trains."""
+        return cast(torch.device, self.accelerator.device)
+
+    def _require_shares(self) -> None:
+        processes, sequences = self.accelerator.num_processes, self.recipe.sequences_per_step
+        if sequences % (processes * self.recipe.accumulate):
+            raise BadInput(
+                f"sequences_per_step {sequences} cannot be shared by {processes} processes in {self.recipe.accumulate} "
+                "turns (accumulate): choose a multiple of both"
+            )
 
     def _vocabulary(self, start: Drafter | None) -> Tensor:
         """Target ids of the draft's head: those of the drafter the run starts from, or the most frequent ones."""
@@ -118,22 +161,30 @@ class Trainer:
         """Trains to the last step or for ``until`` seconds; True when the last step was reached. State is saved."""
         leg = saved = 0.0
         blocks = 0
-        while self.step < self.recipe.steps and leg <= until:
+        while self.step < self.recipe.steps and not self._anywhere(leg > until):
             began = time.perf_counter()
             loss, new_blocks = self._train_step()
             spent = time.perf_counter() - began
             self.step, blocks = self.step + 1, blocks + new_blocks
             leg, self.seconds = leg + spent, self.seconds + spent
             tell(Progress(self.step, self.recipe.steps, loss, blocks / leg))
-            if leg - saved > SAVE_EVERY_SECONDS:
+            if self._anywhere(leg - saved > SAVE_EVERY_SECONDS):
                 self.save()
                 saved = leg
         self.save()
         return self.step >= self.recipe.steps
 
+    def _anywhere(self, here: bool) -> bool:
+        """Whether it holds in any process: clocks differ, and all have to do the same."""
+        if self.processes.count == 1:
+            return here
+        return bool(self.processes.total(torch.tensor(float(here), device=self.device)) > 0)
+
     def save(self) -> None:
-        """Writes the resumable state."""
-        save_state(self.out, self.drafter, self.optimizer, self._progress())
+        """Writes the resumable state, in the first process; the others wait for it."""
+        if self.accelerator.is_main_process:
+            save_state(self.out, self.drafter, self.optimizer, self._progress())
+        self.accelerator.wait_for_everyone()
 
     def _progress(self) -> dict[str, Any]:
         return {**self.facts, "step": self.step, "seconds": self.seconds, "shards": len(self.store.paths)}
@@ -145,32 +196,45 @@ class Trainer:
 
     def _train_step(self) -> tuple[float, int]:
         generator = torch.Generator().manual_seed(self.recipe.seed * 1_000_003 + self.step)
-        batch, k = self._draw(generator)
+        refs, anchors, k = self._draw(generator)
         parts = self._draw_parts(k, generator)
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(self.recipe, self.step)
-        loss = self.loss(batch, parts, k)
-        self._refuse_non_finite(loss, batch)
         self.optimizer.zero_grad(set_to_none=True)
-        loss.backward()
+        turns, losses = self.recipe.accumulate, []
+        for turn in range(turns):
+            mine = slice(self.accelerator.process_index * turns + turn, None, self.accelerator.num_processes * turns)
+            with self._averaging(last=turn == turns - 1):
+                losses.append(self._backward(refs[mine], anchors[mine], parts, k))
         nn.utils.clip_grad_norm_(trained_parameters(self.drafter).values(), 1.0)
         self.optimizer.step()
-        return float(loss.detach()), batch.num_blocks
+        return sum(losses) / turns, self.recipe.sequences_per_step * self.recipe.anchors_per_sequence
 
-    def _refuse_non_finite(self, loss: Tensor, batch: Batch) -> None:
-        """Before a step is taken: weights that were NaN once stay so."""
-        if bool(torch.isfinite(loss)):
-            return
-        rows = [row for row, features in enumerate(batch.features) if not bool(torch.isfinite(features).all())]
-        cause = "the learning rate may be too high"
-        if rows:
-            names = sorted({self.store.paths[self._drawn[row].shard].name for row in rows})
+    def _averaging(self, *, last: bool) -> contextlib.AbstractContextManager[Any]:
+        """Gradients are averaged over processes once, in the last turn."""
+        return contextlib.nullcontext() if last else self.accelerator.no_sync(self._module)
+
+    def _backward(self, refs: Sequence[SequenceRef], anchors: Sequence[Tensor], parts: Sequence[Part], k: int) -> float:
+        """Adds the gradients of these sequences' blocks; their loss, averaged over processes."""
+        batch = make_batch(self.store, refs, anchors, k).to(self.device)
+        loss = self._module(batch, parts, k)
+        mean = float(self.processes.total(loss.detach())) / self.processes.count
+        if not math.isfinite(mean):
+            self._refuse_non_finite(mean, batch, refs)
+        self.accelerator.backward(loss / self.recipe.accumulate)
+        return mean
+
+    def _refuse_non_finite(self, loss: float, batch: Batch, refs: Sequence[SequenceRef]) -> NoReturn:
+        """Before a step is taken, in every process: weights that were NaN once stay so."""
+        finite = torch.isfinite(batch.features).flatten(1).all(dim=1).tolist()
+        names = sorted({self.store.paths[ref.shard].name for ref, good in zip(refs, finite, strict=True) if not good})
+        cause = "the learning rate may be too high, or another process names the data"
+        if names:
             cause = f"features in {', '.join(names)} are not finite: remove these files and make them again"
-        raise BadInput(
-            f"the loss of step {self.step + 1} is {float(loss.detach())}: {cause}. {self.out} is as it was last saved"
-        )
+        raise BadInput(f"the loss of step {self.step + 1} is {loss}: {cause}. {self.out} is as it was last saved")
 
-    def _draw(self, generator: torch.Generator) -> tuple[Batch, int]:
+    def _draw(self, generator: torch.Generator) -> tuple[list[SequenceRef], list[Tensor], int]:
+        """Sequences of a step, their anchors, and K: the same in every process."""
         recipe = self.recipe
         per_epoch = len(self.train_refs) // recipe.sequences_per_step
         epoch, place = divmod(self.step, per_epoch)
@@ -178,11 +242,10 @@ class Trainer:
             len(self.train_refs), generator=torch.Generator().manual_seed(recipe.seed + 7919 * epoch)
         )
         chosen = order[place * recipe.sequences_per_step : (place + 1) * recipe.sequences_per_step].tolist()
-        refs = self._drawn = [self.train_refs[i] for i in chosen]
+        refs = [self.train_refs[i] for i in chosen]
         anchors = [random_anchors(ref, recipe.anchors_per_sequence, generator) for ref in refs]
         short = bool(torch.rand((), generator=generator) < recipe.short_share)
-        k = recipe.short_k if short and recipe.short_k else recipe.block_size - 1
-        return make_batch(self.store, refs, anchors, k), k
+        return refs, anchors, recipe.short_k if short and recipe.short_k else recipe.block_size - 1
 
     def _draw_parts(self, k: int, generator: torch.Generator) -> list[Part]:
         """One input of all slots, or for D-Loop the prefix slots and, with them given, the slots after them."""
@@ -205,10 +268,10 @@ class Trainer:
         hidden = backbone.hidden(labels[:, : part.given].clamp_min(0), slots)
         logits = backbone.logits(hidden)
         rows = torch.where(labels == IGNORED, labels, self.label_of[labels])[:, slots]
-        weights = slot_weights(part.last - part.given, self.recipe.gamma())
+        weights = slot_weights(part.last - part.given, self.recipe.gamma()).to(hidden.device)
         share = self.recipe.soft_share
         teacher = self._teacher(backbone.batch.final[:, :, slots]) if share else None
-        loss = block_loss(logits, rows, weights, teacher=teacher, soft_share=share)
+        loss = block_loss(logits, rows, weights, teacher=teacher, soft_share=share, processes=self.processes)
         if self.drafter.candidate_selector is None:
             return loss
         return loss + self._selector_loss(backbone, hidden, logits, slots, weights)
@@ -222,9 +285,9 @@ class Trainer:
         previous = torch.cat([backbone.anchors[:, None], labels[:, :-1]], dim=1)
         unary, draft_ids = candidates(at_least_fp32(logits), selector.top_k)
         ids = backbone.target_ids(draft_ids)
-        with torch.autocast("cpu", enabled=False):
-            hidden = at_least_fp32(hidden)
-            return selector_loss(selector, hidden, ids, unary, labels[:, slots], previous[:, slots], weights)
+        with torch.autocast(self.device.type, enabled=False):
+            hidden, true, before = at_least_fp32(hidden), labels[:, slots], previous[:, slots]
+            return selector_loss(selector, hidden, ids, unary, true, before, weights, processes=self.processes)
 
     @torch.no_grad()
     def _teacher(self, final: Tensor) -> Tensor:
@@ -234,7 +297,7 @@ class Trainer:
         return nn.functional.linear(final.flatten(0, 1).to(dtype), head.to(dtype))  # type: ignore[union-attr]
 
     def _precision(self) -> contextlib.AbstractContextManager[None]:
-        return torch.autocast("cpu", dtype=torch.bfloat16, enabled=self.recipe.precision == "bf16")
+        return torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.recipe.precision == "bf16")
 
     @property
     def dtype(self) -> torch.dtype:
@@ -274,6 +337,23 @@ def _require_same_target(store: FeatureStore, target: Path) -> None:
             f"{target} is {found}, the features in {store.paths[0].parent} are of {wanted}: features of another target "
             "teach nothing; give that target, or make the features again"
         )
+
+
+def _accelerator() -> Accelerator:
+    """Of this process among those that train together; it looks for others on a CPU only if told that it is on one."""
+    # What is lent by the target never changes: it need not be sent around.
+    handlers = [DistributedDataParallelKwargs(broadcast_buffers=False)]
+    return Accelerator(cpu=on_cpu(), kwargs_handlers=handlers)
+
+
+def _processes(accelerator: Accelerator) -> Processes:
+    count = accelerator.num_processes
+    return Processes(count, lambda scalar: accelerator.reduce(scalar.detach(), reduction="sum")) if count > 1 else ALONE
+
+
+def on_cpu() -> bool:
+    """Whether nothing faster is there."""
+    return not torch.accelerator.is_available()
 
 
 @contextlib.contextmanager
