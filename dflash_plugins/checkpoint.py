@@ -5,6 +5,7 @@ Only headers are read until ``load_tensors``; torch is imported there and nowher
 
 from __future__ import annotations
 
+import tempfile
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -353,6 +354,27 @@ def id_map_findings(path: Path | str, accounting: Accounting, vocab_size: int) -
         return []
     message = f"leads to {len(outside)} ids outside the {vocab_size} of the target, {twice} ids twice"
     return [Finding.error("id-map", stored, outside[:8], message, "export d2t as target id minus draft id")]
+
+
+@contextmanager
+def new_checkpoint(path: Path, *, overwrite: bool) -> Iterator[Path]:
+    """An empty folder to fill, which becomes ``path`` when the block ends well, and is gone when it does not.
+
+    What exists already is replaced with ``overwrite`` and is BadInput without, as is a disk that takes no more.
+    """
+    if path.exists() and not overwrite:
+        raise BadInput(f"{path} exists already; remove it or choose another directory")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}-") as workshop:
+            new = Path(workshop) / "new"
+            new.mkdir()
+            yield new
+            if path.exists():
+                path.rename(Path(workshop) / "old")
+            new.rename(path)
+    except (OSError, SafetensorError) as error:
+        raise BadInput(f"{path} cannot be written, and is left as it was: {error}") from error
 
 
 def load_tensors(path: Path | str, accounting: Accounting) -> dict[str, torch.Tensor]:

@@ -284,6 +284,19 @@ def _finish(report: _Report, as_json: bool) -> int:
 
 
 @app.command()
+def convert(
+    source: Annotated[Path, typer.Argument(metavar="DRAFT", help="Folder of the drafter.")],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="The new folder.")],
+    to: Annotated[str, typer.Option(metavar="LAYOUT", help="released or speculators.")],
+    as_json: AsJson = False,
+) -> int:
+    """Write a drafter in the other published layout, and say what became of every key, tensor and file."""
+    from dflash_plugins.convert import convert as write
+
+    return _finish(write(source, out, to), as_json)
+
+
+@app.command()
 def train(
     target: Annotated[str, typer.Option(metavar="T", help="Folder of the target, or its embedded name.")],
     data: Annotated[Path, typer.Option(metavar="FOLDER", help="Features of the target's own answers.")],

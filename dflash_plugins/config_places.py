@@ -111,6 +111,15 @@ def collect(raw: Mapping[str, Any]) -> dict[str, tuple[Entry, ...]]:
     return found
 
 
+def leaves(raw: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Full path and value of every key, those of a section instead of the section."""
+    for key, value in raw.items():
+        if key in SECTIONS and isinstance(value, Mapping):
+            yield from ((f"{key}.{name}", inner) for name, inner in value.items())
+        else:
+            yield key, value
+
+
 def unknown_paths(raw: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """Full path and value of every key that no reader of ours looks at."""
     for key, value in raw.items():

@@ -7,7 +7,6 @@ training runs many blocks of one sequence over the same context with an explicit
 from __future__ import annotations
 
 import json
-import tempfile
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812 - the name everybody reads
 
 from dflash_plugins.check import inspect_pair
-from dflash_plugins.checkpoint import account, load_tensors, read_header
+from dflash_plugins.checkpoint import account, load_tensors, new_checkpoint, read_header
 from dflash_plugins.config import DraftConfig, to_nested
 from dflash_plugins.context import ContextKV
 from dflash_plugins.drafter_layers import DecoderLayer, RMSNorm, Rotary, initialise, require_computable
@@ -223,20 +222,12 @@ def save_drafter(
     ``overwrite`` and is BadInput without.
     """
     path = Path(path)
-    if path.exists() and not overwrite:
-        raise BadInput(f"{path} exists already; remove it or choose another directory")
     config = drafter.config.model_copy(update={"dtype": str(dtype).removeprefix("torch.")})
     tensors = {
         name: tensor.detach().to("cpu", dtype if tensor.is_floating_point() else tensor.dtype).contiguous()
         for name, tensor in drafter.state_dict().items()
     }
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}-") as workshop:
-        new = Path(workshop) / "new"
-        new.mkdir()
+    with new_checkpoint(path, overwrite=overwrite) as new:
         (new / "config.json").write_text(json.dumps(to_nested(config), indent=2) + "\n", encoding="utf-8")
         save_file(tensors, new / "model.safetensors", metadata={"format": "pt"})
-        if path.exists():
-            path.rename(Path(workshop) / "old")
-        new.rename(path)
     return path

@@ -11,7 +11,7 @@ from dflash_plugins import cli
 from dflash_plugins.errors import Refused
 from dflash_plugins.findings import Finding, Severity
 
-COMMANDS = ("models", "demo", "prove", "serve", "train")
+COMMANDS = ("models", "demo", "prove", "serve", "convert", "train")
 
 
 def test_help_takes_less_than_a_second_and_loads_no_torch(python):

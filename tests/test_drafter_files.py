@@ -117,7 +117,7 @@ def test_nothing_half_written_stays(tmp_path, monkeypatch):
 
     monkeypatch.setattr(module, "save_file", full_disk)
     for name in ("out", "new"):
-        with pytest.raises(OSError, match="no space"):
+        with pytest.raises(BadInput, match="no space"):
             save_drafter(drafter, tmp_path / name, overwrite=True)
     assert [entry.name for entry in tmp_path.iterdir()] == ["out"]
     assert (old / "model.safetensors").read_bytes() == before
