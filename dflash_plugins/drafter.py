@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import cast
+from typing import Protocol, cast
 
 import torch
 from safetensors.torch import save_file
@@ -21,11 +21,18 @@ from dflash_plugins.check import inspect_pair
 from dflash_plugins.checkpoint import account, load_tensors, new_checkpoint, read_header
 from dflash_plugins.config import DraftConfig, to_nested
 from dflash_plugins.context import ContextKV
-from dflash_plugins.drafter_layers import DecoderLayer, RMSNorm, Rotary, initialise, require_computable
+from dflash_plugins.drafter_layers import DecoderLayer, Mask, RMSNorm, Rotary, initialise, require_computable
 from dflash_plugins.errors import BadInput
 from dflash_plugins.findings import Severity
 from dflash_plugins.layout import layer_visibility, real_columns, serving_mask
 from dflash_plugins.selector import CandidateSelector
+
+
+class MasksByLayer(Protocol):
+    """What block rows may see, asked for by the kind of layer; ``train.flex.FlexMasks`` is one."""
+
+    def attend(self, causal: bool, window: int | None) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+        """Attention of a layer: (query [R, heads, Q, D], key, value [R, kv_heads, C + Q, D]) -> as query."""
 
 
 class Drafter(nn.Module):
@@ -122,7 +129,7 @@ class Drafter(nn.Module):
         context: ContextKV,
         *,
         embeds: Tensor | None = None,
-        mask: Tensor | None = None,
+        mask: Tensor | MasksByLayer | None = None,
         block: int | None = None,
     ) -> Tensor:
         """Hidden states after the final norm, [R, Q, H], of ``input_ids`` [R, Q] (or ``embeds`` [R, Q, H]).
@@ -130,13 +137,17 @@ class Drafter(nn.Module):
         Without ``mask`` every row is one block (Q = B) whose first position is the anchor's, and sees its real context
         strictly before the anchor. With bool ``mask`` [R or 1, Q, C + Q], True where a query may look, Q may hold many
         blocks of ``block`` rows each (``layout.training_mask``). Windows and causality of the layers, and the lengths
-        of the context, apply on top of either. Context rows of one sequence may be shared by R = 1.
+        of the context, apply on top of either. Context rows of one sequence may be shared by R = 1. ``MasksByLayer``
+        know all of that by themselves.
         """
         x = self.embed(_given(input_ids)) if embeds is None else embeds
         real = real_columns(context.lengths, context.num_columns)
-        allowed = serving_mask(positions, context.positions, context.lengths) if mask is None else mask
-        allowed = allowed & F.pad(real, (0, positions.shape[1]), value=True)[:, None, :]
-        masks = self._layer_masks(allowed, positions, context.positions)
+        if mask is None or isinstance(mask, Tensor):
+            allowed = serving_mask(positions, context.positions, context.lengths) if mask is None else mask
+            allowed = allowed & F.pad(real, (0, positions.shape[1]), value=True)[:, None, :]
+            masks = self._layer_masks(allowed, positions, context.positions)
+        else:
+            masks = [mask.attend(*rule) for rule in self._layer_rules()]
         angles = self._rotary(positions)
         for index, layer in enumerate(self._decoder_layers()):
             pair = (_without_padding(context.keys[index], real), _without_padding(context.values[index], real))
@@ -144,9 +155,12 @@ class Drafter(nn.Module):
         normed: Tensor = self.norm(x)
         return normed
 
-    def _layer_masks(self, allowed: Tensor, positions: Tensor, context_positions: Tensor) -> list[Tensor]:
+    def _layer_rules(self) -> list[tuple[bool, int | None]]:
+        return list(zip(self.config.causal, self.config.windows, strict=True))
+
+    def _layer_masks(self, allowed: Tensor, positions: Tensor, context_positions: Tensor) -> list[Mask]:
         key_positions = torch.cat([context_positions, positions], dim=1)
-        rules = list(zip(self.config.causal, self.config.windows, strict=True))
+        rules = self._layer_rules()
         by_rule: dict[tuple[bool, int | None], Tensor] = {(False, None): allowed}
         for causal, window in set(rules) - set(by_rule):
             seen = layer_visibility(positions, key_positions, causal=causal, window=window)

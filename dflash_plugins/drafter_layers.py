@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812 - the name everybody reads
@@ -11,6 +13,9 @@ from dflash_plugins.errors import Refused
 from dflash_plugins.findings import Finding, Severity
 
 INIT_STD = 0.02
+
+Mask = Tensor | Callable[[Tensor, Tensor, Tensor], Tensor]
+"""What rows may see: bool [R or 1, Q, C + Q], or the whole attention that knows it, as ``train.flex`` gives."""
 
 
 class Rotary:
@@ -90,26 +95,27 @@ class Attention(nn.Module):
         return rotate(self.k_norm(key), angles), value
 
     def forward(
-        self, x: Tensor, angles: tuple[Tensor, Tensor], context_key: Tensor, context_value: Tensor, mask: Tensor
+        self, x: Tensor, angles: tuple[Tensor, Tensor], context_key: Tensor, context_value: Tensor, mask: Mask
     ) -> Tensor:
-        """``x`` [R, Q, H], context K/V [R, C, kv_heads, head_dim], bool ``mask`` [R or 1, Q, C + Q] -> [R, Q, H]."""
+        """``x`` [R, Q, H], context K/V [R, C, kv_heads, head_dim] and ``mask`` of C + Q keys -> [R, Q, H]."""
         query = self.q_proj(x).unflatten(-1, (-1, self.head_dim))
         query = rotate(self.q_norm(query), angles)
         key, value = self.key_value(x, angles)
-        mixed = F.scaled_dot_product_attention(
-            query.transpose(1, 2),
-            self._all_heads(context_key, key).to(query.dtype),
-            self._all_heads(context_value, value).to(query.dtype),
-            attn_mask=mask[:, None],
-        )
+        query, keys, values = query.transpose(1, 2), _joined(context_key, key), _joined(context_value, value)
+        if isinstance(mask, Tensor):
+            # Repeated by hand because few kernels take grouped heads with a mask.
+            keys, values = (one.repeat_interleave(self.groups, dim=1).to(query.dtype) for one in (keys, values))
+            mixed = F.scaled_dot_product_attention(query, keys, values, attn_mask=mask[:, None])
+        else:
+            mixed = mask(query, keys.to(query.dtype), values.to(query.dtype))
         mixed = mixed.transpose(1, 2).flatten(-2)
         projected: Tensor = self.o_proj(mixed)
         return projected
 
-    def _all_heads(self, context: Tensor, own: Tensor) -> Tensor:
-        """[R, heads, C + Q, head_dim]; repeated by hand because few kernels take grouped heads with a mask."""
-        joined = torch.cat([context.to(own.dtype), own], dim=1).transpose(1, 2)
-        return joined.repeat_interleave(self.groups, dim=1)
+
+def _joined(context: Tensor, own: Tensor) -> Tensor:
+    """[R, kv_heads, C + Q, head_dim]."""
+    return torch.cat([context.to(own.dtype), own], dim=1).transpose(1, 2)
 
 
 class Mlp(nn.Module):
@@ -181,7 +187,7 @@ class DecoderLayer(nn.Module):
         x: Tensor,
         angles: tuple[Tensor, Tensor],
         context: tuple[Tensor, Tensor],
-        mask: Tensor,
+        mask: Mask,
         block: int,
     ) -> Tensor:
         """Residual stream [R, Q, H] to the same; Q holds whole blocks of ``block`` rows."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -13,18 +14,23 @@ from dflash_plugins.layout import block_input_ids, training_mask, training_posit
 from dflash_plugins.methods.base import OnDrafter
 from dflash_plugins.train.batches import Batch
 
+if TYPE_CHECKING:
+    from dflash_plugins.train.flex import FlexMasks
+
 
 @dataclass(frozen=True)
 class BatchBackbone(OnDrafter):
     """``methods.base.Backbone`` over all blocks of ``batch``: row r * n + i is block i of sequence r.
 
     ``context`` holds the sequences' context K/V once (``of`` computes it); every block sees it up to its own anchor.
+    ``flex``: by flex attention or by a dense mask; None: the former on a GPU.
     """
 
     drafter: Drafter
     batch: Batch
     k: int
     context: ContextKV
+    flex: bool | None = None
 
     @classmethod
     def of(cls, drafter: Drafter, batch: Batch, k: int) -> BatchBackbone:
@@ -51,10 +57,18 @@ class BatchBackbone(OnDrafter):
             ids.view(len(batch.anchors), -1),
             training_positions(batch.anchors, block),
             self.context,
-            mask=training_mask(batch.anchors, batch.features.shape[1], block),
+            mask=self._mask(block),
             block=block,
         )
         return hidden.view(-1, block, hidden.shape[-1])
+
+    def _mask(self, block: int) -> Tensor | FlexMasks:
+        batch, columns = self.batch, self.batch.features.shape[1]
+        if self.flex or (self.flex is None and batch.anchors.is_cuda):
+            from dflash_plugins.train.flex import FlexMasks  # seconds to import
+
+            return FlexMasks(batch.anchors, batch.lengths, columns, block)
+        return training_mask(batch.anchors, columns, block)
 
     def hidden(self, known: Tensor, slots: slice) -> Tensor:
         """See ``Backbone``."""
