@@ -8,6 +8,7 @@ import trained
 from core_drafts import Reference, check_against_the_core, check_against_the_oracle, own_rounds, ties
 
 from dflash_plugins import audit
+from dflash_plugins.convert import convert
 from dflash_plugins.switches import AUDIT
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
@@ -175,3 +176,17 @@ def test_fewer_proposals_than_trained_for(fewer, plain, method):
     assert "refine [1]," in line
     assert f"K {FEWER} (trained for {K})" in line
     assert len([line for line in lines if "WARNING" in line and "prefix_lengths" in line]) == 1
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize("method", ["dflash", "dflash2"])
+def test_a_drafter_in_the_other_layout_drafts_the_same(run_job, plain, tmp_path, method):
+    target, drafter = trained.pair(method)
+    convert(drafter, tmp_path / "flat", "speculators")
+    got = run_job(
+        "fewer", script="method_jobs.py", target=target, drafter=tmp_path / "flat", requests=plain["requests"], k=K,
+        vocab=trained.VOCAB,
+    )  # fmt: skip
+    assert ties(plain["texts"], got["texts"]) <= 1
+    found = own_rounds(plain["requests"], got["texts"], got["rounds"])
+    assert check_against_the_core(Reference(target, drafter), found, K) >= 100
