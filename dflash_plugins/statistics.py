@@ -187,6 +187,32 @@ def ratio_interval(numerators: Sequence[float], denominators: Sequence[float]) -
     return Ratio(median=statistics.median(ratios), low=math.exp(centre - half), high=math.exp(centre + half))
 
 
+def bootstrap_ratio(
+    first_parts: Sequence[float],
+    first_wholes: Sequence[float],
+    second_parts: Sequence[float],
+    second_wholes: Sequence[float],
+    *,
+    draws: int = 10_000,
+    seed: int = 0,
+) -> Ratio:
+    """(sum of first parts / sum of first wholes) / (the same of the second), with a 95 % interval.
+
+    Entry i of all four belongs to the same prompt; the interval is that of prompts drawn again with replacement, the
+    same ones for both (percentiles 2.5 and 97.5). ``median`` is the ratio itself. Raises ValueError for no prompts.
+    """
+    import numpy as np
+
+    columns = np.array([first_parts, first_wholes, second_parts, second_wholes], dtype=np.float64)
+    if columns.ndim != 2 or not columns.shape[1]:
+        raise ValueError("an interval needs prompts, and the same ones for both")
+    counts = np.random.default_rng(seed).multinomial(columns.shape[1], [1 / columns.shape[1]] * columns.shape[1], draws)
+    a, b, c, d = columns @ counts.T
+    low, high = np.percentile((a / b) / (c / d), [2.5, 97.5])
+    whole = columns.sum(axis=1)
+    return Ratio(median=float(whole[0] / whole[1] / (whole[2] / whole[3])), low=float(low), high=float(high))
+
+
 def student_quantile(degrees: int, coverage: float = 0.95) -> float:
     """Half width t with P(|T| <= t) = ``coverage`` for Student's T with whole ``degrees`` of freedom."""
     if degrees < 1:

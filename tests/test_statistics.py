@@ -4,10 +4,12 @@ import math
 import random
 from itertools import permutations
 
+import numpy as np
 import pytest
 
 from dflash_plugins.statistics import (
     bin_counts,
+    bootstrap_ratio,
     needed_noncentrality,
     ratio_interval,
     smallest_detectable_tv,
@@ -140,3 +142,35 @@ def test_the_order_of_samples_does_not_matter_to_the_bins():
     rows = [(1, 2), (1, 3), (2, 2)]
     tables = {str(bin_counts([*order] * 5, [*order] * 5).tolist()) for order in permutations(rows)}
     assert len(tables) == 1
+
+
+def test_bootstrap_of_a_drafter_with_itself_is_exactly_one():
+    parts, wholes = [3.0, 9.0, 4.0], [2.0, 5.0, 2.0]
+    ratio = bootstrap_ratio(parts, wholes, parts, wholes)
+    assert (ratio.median, ratio.low, ratio.high) == (1.0, 1.0, 1.0)
+
+
+def test_bootstrap_pairs_prompts():
+    """Prompts differ far more than drafters do; paired, a gain of a tenth on every prompt is certain."""
+    rng = np.random.default_rng(1)
+    wholes = rng.integers(20, 60, 300).astype(float)
+    base = wholes * rng.uniform(1.1, 3.0, 300)
+    ratio = bootstrap_ratio(1.1 * base, wholes, base, wholes)
+    assert ratio.median == pytest.approx(1.1)
+    assert 1.0999 < ratio.low <= ratio.high < 1.1001
+
+
+def test_bootstrap_interval_covers_as_often_as_it_says():
+    rng = np.random.default_rng(2)
+    inside = 0
+    for trial in range(200):
+        wholes = np.full(100, 50.0)
+        first, second = (rng.normal(100, 10, 100) for _ in range(2))
+        ratio = bootstrap_ratio(first, wholes, second, wholes, draws=1000, seed=trial)
+        inside += ratio.low <= 1.0 <= ratio.high
+    assert 180 <= inside <= 199
+
+
+def test_bootstrap_needs_prompts():
+    with pytest.raises(ValueError, match="needs prompts"):
+        bootstrap_ratio([], [], [], [])

@@ -16,7 +16,7 @@ from dflash_plugins.train.answers import Answer, build_store, read_answers
 from dflash_plugins.train.batches import every_anchor, make_batch, random_anchors
 from dflash_plugins.train.blocks import BatchBackbone
 from dflash_plugins.train.evaluate import _walk, held_out
-from dflash_plugins.train.losses import IGNORED, block_loss, slot_weights
+from dflash_plugins.train.losses import IGNORED, block_loss, keep_best, slot_weights
 from dflash_plugins.train.prompts import Prompt, finish_opening, training_prompts
 from dflash_plugins.train.recipe import Recipe, learning_rate
 from dflash_plugins.train.store import FeatureStore, write_shard
@@ -79,6 +79,16 @@ def test_soft_loss_by_hand() -> None:
     soft = -(0.1 * math.log(0.5) + 0.9 * math.log(0.25))
     mixed = block_loss(logits, torch.tensor([[0]]), torch.ones(1), teacher=teacher, soft_share=0.25)
     assert float(mixed) == pytest.approx(0.75 * -math.log(0.5) + 0.25 * soft, rel=1e-5)
+
+
+def test_a_soft_label_may_be_of_the_best_tokens_only() -> None:
+    teacher = torch.log(torch.tensor([[[0.5, 0.1, 0.3, 0.1]]]))
+    kept = keep_best(teacher, 2)
+    assert kept.softmax(-1).flatten().tolist() == pytest.approx([0.625, 0.0, 0.375, 0.0])
+    assert keep_best(teacher, None) is teacher
+    logits = torch.log(torch.tensor([[[0.4, 0.4, 0.1, 0.1]]]))
+    loss = block_loss(logits, torch.tensor([[0]]), torch.ones(1), teacher=kept, soft_share=1.0)
+    assert float(loss) == pytest.approx(-(0.625 * math.log(0.4) + 0.375 * math.log(0.1)))
 
 
 def test_store_gives_back_what_was_written(data: tuple[Path, Path]) -> None:

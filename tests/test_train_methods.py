@@ -16,6 +16,7 @@ from dflash_plugins.config import read_draft_config
 from dflash_plugins.drafter import load_drafter
 from dflash_plugins.errors import BadInput, Refused
 from dflash_plugins.train.answers import Answer, build_store
+from dflash_plugins.train.batches import every_anchor, make_batch
 from dflash_plugins.train.blocks import BatchBackbone
 from dflash_plugins.train.evaluate import matches
 from dflash_plugins.train.losses import IGNORED, selector_loss, slot_weights
@@ -94,8 +95,6 @@ def _cross_entropies(trainer: Trainer, batch: Any, given: int) -> Tensor:
 
 
 def _batch(trainer: Trainer, first: int = 8) -> Any:
-    from dflash_plugins.train.batches import make_batch
-
     trainer.label_of = torch.arange(512).clamp_max(63)  # every token has a row, so that no slot is left out
     return make_batch(trainer.store, trainer.train_refs[:1], [torch.tensor([first, first + 3])], 7)
 
@@ -234,6 +233,31 @@ def test_held_out_blocks_are_drafted_in_the_passes_of_the_method(make: Make) -> 
         # The one pass would have chosen otherwise in the first block, so it cannot be taken for the two.
         assert not torch.equal(drafter.target_ids(one[0, 1:]), drafted[0])
         assert matches(drafter, batch, 7).tolist() == [[7, 4]]
+
+
+def _hits(trainer: Trainer, top_k: int) -> list[float]:
+    """Share of positions whose true token is among the best rows of the head, by slot of K = 3, one at a time."""
+    hits: list[list[bool]] = []
+    with torch.no_grad():
+        for ref in trainer.held_refs:
+            for anchor in every_anchor(ref)[:-2]:
+                batch = make_batch(trainer.store, [ref], [anchor[None]], 3)
+                rows = BatchBackbone.of(trainer.drafter, batch, 3).rows(torch.empty(1, 0, dtype=torch.int64))
+                best = trainer.drafter.target_ids(trainer.drafter.logits(rows[0, 1:]).topk(top_k).indices)
+                hits.append([bool((b == true).any()) for b, true in zip(best, batch.labels[0, 0], strict=True)])
+    share: list[float] = torch.tensor(hits).float().mean(dim=0).tolist()
+    return share
+
+
+def test_candidate_recall_counts_true_tokens_among_the_candidates(make: Make) -> None:
+    few, many = make(DFLASH2, selector_top_k=4), make(DFLASH2, selector_top_k=32)
+    found = [trainer.evaluate(3).candidate_recall for trainer in (few, many)]
+    assert found[0] is not None
+    assert found[1] is not None
+    assert list(found[0]) == pytest.approx(_hits(few, 4))
+    assert list(found[1]) == pytest.approx(_hits(many, 32))
+    assert sum(found[0]) < sum(found[1])
+    assert make(DLOOP).evaluate(3).candidate_recall is None
 
 
 @pytest.mark.parametrize(

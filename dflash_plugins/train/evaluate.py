@@ -11,6 +11,7 @@ from torch import Tensor
 from dflash_plugins.drafter import Drafter
 from dflash_plugins.methods.base import choose_by_argmax, draft_in_passes
 from dflash_plugins.pair import served_prefix_lengths
+from dflash_plugins.selector import Choice
 from dflash_plugins.train.batches import Batch, every_anchor, make_batch
 from dflash_plugins.train.blocks import BatchBackbone
 from dflash_plugins.train.store import FeatureStore, SequenceRef
@@ -20,37 +21,64 @@ ANCHORS_AT_ONCE = 64
 
 @dataclass(frozen=True)
 class HeldOut:
-    """``emitted_per_round`` over walked rounds; ``accepted_by_slot`` the share of rounds that accepted each slot."""
+    """``emitted_per_round`` over walked rounds; ``accepted_by_slot`` the share of rounds that accepted each slot.
+
+    ``candidate_recall``: for drafters with a selector, the share of all positions at which the true token of each slot
+    is among its candidates; what is not among them the selector cannot choose.
+    """
 
     rounds: int
     emitted_per_round: float
     accepted_by_slot: tuple[float, ...]
+    candidate_recall: tuple[float, ...] | None = None
 
 
 def matches(drafter: Drafter, batch: Batch, k: int) -> Tensor:
     """Length of the accepted prefix of every block, drafted greedily in the passes of its method, int64 [R, n]."""
+    return _drafted(drafter, batch, k)[0]
+
+
+def _drafted(drafter: Drafter, batch: Batch, k: int) -> tuple[Tensor, Tensor | None]:
+    """``matches``, and bool [R * n, K] whether the true token is a candidate."""
     backbone = BatchBackbone.of(drafter, batch, k)
     prefixes, _ = served_prefix_lengths(drafter.config, k)
-    drafted = draft_in_passes(backbone, backbone.anchors, k, choose_by_argmax, prefixes)
-    equal = (drafted.ids == backbone.labels[:, :k]) & ~drafted.dropped[:, None]
-    return equal.long().cumprod(-1).sum(-1).view(batch.anchors.shape)
+    choose = choose_by_argmax if drafter.candidate_selector is None else _choose_and_keep
+    drafted = draft_in_passes(backbone, backbone.anchors, k, choose, prefixes)
+    labels = backbone.labels[:, :k]
+    equal = (drafted.ids == labels) & ~drafted.dropped[:, None]
+    found = None if drafted.candidates is None else (drafted.candidates == labels[..., None]).any(-1)
+    return equal.long().cumprod(-1).sum(-1).view(batch.anchors.shape), found
+
+
+def _choose_and_keep(scores: Tensor, _first: int) -> Choice:
+    """The best, with what it was chosen from."""
+    return Choice(scores.argmax(-1), scores)
 
 
 @torch.no_grad()
 def held_out(drafter: Drafter, store: FeatureStore, refs: Sequence[SequenceRef], k: int) -> HeldOut:
     """Walks the rounds that serving would run on the answers ``refs``: anchor, accepted prefix, correction, again."""
-    accepted = [a for ref in refs for a in _walk(_prefix_lengths(drafter, store, ref, k))]
+    found = [_at_every_position(drafter, store, ref, k) for ref in refs]
+    accepted = [a for lengths, _ in found for a in _walk(lengths)]
     by_slot = tuple(sum(a >= slot for a in accepted) / len(accepted) for slot in range(1, k + 1))
-    return HeldOut(len(accepted), 1.0 + sum(by_slot), by_slot)
+    covered = [one for _, parts in found for one in parts]
+    recall = tuple(torch.cat(covered).float().mean(dim=0).tolist()) if covered else None
+    return HeldOut(len(accepted), 1.0 + sum(by_slot), by_slot, recall)
 
 
-def _prefix_lengths(drafter: Drafter, store: FeatureStore, ref: SequenceRef, k: int) -> list[int]:
-    """Accepted prefix of a block at every response position whose K successors are known."""
+def _at_every_position(
+    drafter: Drafter, store: FeatureStore, ref: SequenceRef, k: int
+) -> tuple[list[int], list[Tensor]]:
+    """Accepted prefix of a block at every response position whose K successors are known, and what was a candidate."""
     lengths: list[int] = []
+    covered: list[Tensor] = []
     for anchors in every_anchor(ref).split(ANCHORS_AT_ONCE):
         batch = make_batch(store, [ref], [anchors], k).to(drafter.fc.weight.device)
-        lengths += matches(drafter, batch, k)[0].tolist()
-    return lengths[: len(lengths) - k + 1]
+        accepted, found = _drafted(drafter, batch, k)
+        lengths += accepted[0].tolist()
+        covered += [] if found is None else [found.cpu()]
+    whole = len(lengths) - k + 1
+    return lengths[:whole], [torch.cat(covered)[:whole]] if covered else []
 
 
 def _walk(lengths: Sequence[int]) -> list[int]:

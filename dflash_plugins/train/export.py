@@ -62,6 +62,10 @@ def model_card(trainer: Trainer, report: dict[str, Any]) -> str:
     for name, result in report["held_out"].items():
         slots = " ".join(f"{rate:.3f}" for rate in result["accepted_by_slot"])
         lines.append(f"| {name[1:]} | {result['emitted_per_round']:.3f} | {slots} | {result['rounds']:,} |")
+    for name, result in report["held_out"].items():
+        if recall := result["candidate_recall"]:
+            rates = " ".join(f"{rate:.3f}" for rate in recall)
+            lines += ["", f"The selector's candidates hold the true token, K = {name[1:]}, by slot: {rates}."]
     lines += ["", "Each number of masks is another question: K is the number of mask rows that were run.", ""]
     lines += ["## Recipe", "", "```", *_recipe_lines(trainer), "```", ""]
     return "\n".join(lines)

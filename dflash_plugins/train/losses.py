@@ -62,6 +62,14 @@ def block_loss(
     return _weighted_mean(per_slot, weights * known, processes)
 
 
+def keep_best(logits: Tensor, count: int | None) -> Tensor:
+    """Logits [..., V] of the ``count`` best tokens, -inf for the others; all of them for None."""
+    if count is None or count >= logits.shape[-1]:
+        return logits
+    best = logits.topk(count, dim=-1)
+    return torch.full_like(logits, float("-inf")).scatter_(-1, best.indices, best.values)
+
+
 def selector_loss(
     selector: SelectorTables,
     hidden: Tensor,

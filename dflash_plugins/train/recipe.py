@@ -41,6 +41,7 @@ class Recipe:
     short_k, short_share    this share of the steps runs blocks of ``short_k`` masks, the others of B - 1
     soft_share              share of the loss that is the cross-entropy to the target's distribution
     accumulate              turns in which a process runs its share of a step; each weighs the same
+    soft_top_k              of the target's distribution only that many best tokens, as one of their own; None: all
     precision               of the forward passes under autocast, and of the exported weights
     conv_*, selector_*      sizes of a DFlash 2 drafter, and of a D-Loop drafter with ``dloop_selector``
     prefix_lengths          of a D-Loop drafter: tokens selected before each later pass, rising, in the exported config
@@ -63,6 +64,7 @@ class Recipe:
     learning_rate: Positive = 1e-3
     weight_decay: NonNegative = 0.05
     soft_share: Share = 0.5
+    soft_top_k: Count | None = None
     seed: int = 1
     held_out_sequences: Count = 128
     precision: Literal["bf16", "fp32"] = "bf16"

@@ -133,6 +133,7 @@ def _report(trainer: Trainer, finished: bool, losses: list[float]) -> TrainRepor
                 "emitted_per_round": result.emitted_per_round,
                 "accepted_by_slot": list(result.accepted_by_slot),
                 "rounds": result.rounds,
+                "candidate_recall": None if result.candidate_recall is None else list(result.candidate_recall),
             }
             for k, result in served.items()
         },

@@ -35,6 +35,7 @@ from dflash_plugins.train.losses import (
     Processes,
     at_least_fp32,
     block_loss,
+    keep_best,
     selector_loss,
     slot_weights,
 )
@@ -294,7 +295,8 @@ class Trainer:
         """The target's logits over the rows of the draft's head, from its final hidden states [R, n, S, Ht]."""
         head = self.drafter.lm_head.weight if self.drafter.lm_head is not None else self.drafter.shared_head
         dtype = _DTYPES[self.recipe.precision]
-        return nn.functional.linear(final.flatten(0, 1).to(dtype), head.to(dtype))  # type: ignore[union-attr]
+        logits = nn.functional.linear(final.flatten(0, 1).to(dtype), head.to(dtype))  # type: ignore[union-attr]
+        return keep_best(logits, self.recipe.soft_top_k)
 
     def _precision(self) -> contextlib.AbstractContextManager[None]:
         return torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.recipe.precision == "bf16")
