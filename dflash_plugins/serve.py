@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from importlib.metadata import PackageNotFoundError, version
@@ -40,7 +41,7 @@ class ServeReport(BaseModel):
         shown = [one for one in self.findings if one.severity is not Severity.INFO]
         for one in shown:
             console.print(f"{one.severity}: {one}", markup=False, highlight=False, soft_wrap=True)
-        last = " ".join(self.launch) if self.launch else f"refused: {len(errors(self.findings))} errors"
+        last = shlex.join(self.launch) if self.launch else f"refused: {len(errors(self.findings))} errors"
         console.print(last, markup=False, highlight=False, soft_wrap=True)
 
 
@@ -73,12 +74,11 @@ def plan(
     report = inspect_pair(draft, target, k=k, engine=engine, launch=launch, settings=settings)
     if report.draft is None or errors(report.findings):
         return ServeReport(findings=report.findings, launch=())
-    own = _pair_flags(facts, target, draft, report.draft.k if k is None else k, already=said is not None)
+    own = [*server.arguments, str(target)]
+    own += _draft_flags(facts, draft, report.draft.k if k is None else k, already=said is not None)
     own += [] if port is None else ["--port", str(port)]
     own += [] if name is None or "served_model_name" in given else ["--served-model-name", name]
-    return ServeReport(
-        findings=report.findings, launch=(sys.executable, "-m", server.module, *server.arguments, *own, *flags)
-    )
+    return ServeReport(findings=report.findings, launch=(sys.executable, "-m", server.module, *own, *flags))
 
 
 def replace_process(launch: Sequence[str]) -> None:
@@ -104,13 +104,12 @@ def _server(facts: EngineFacts) -> Server:
     return next(one for one in facts.servers if one.needs is None or _version_of(one.needs))
 
 
-def _pair_flags(facts: EngineFacts, target: Path, draft: Path, k: int, *, already: bool) -> list[str]:
-    """Flags that name the pair and K. ``already``: the user's own flags say K."""
+def _draft_flags(facts: EngineFacts, draft: Path, k: int, *, already: bool) -> list[str]:
+    """Flags that name the drafter and K. ``already``: the user's own flags say K."""
     if facts.engine == "vllm":
         speculation = {"method": "dflash", "model": str(draft), facts.tokens_flag: facts.tokens(k)}
-        return ["--model", str(target), "--speculative-config", json.dumps(speculation)]
-    found = ["--model-path", str(target), "--speculative-algorithm", "DFLASH"]
-    found += ["--speculative-draft-model-path", str(draft)]
+        return ["--speculative-config", json.dumps(speculation)]
+    found = ["--speculative-algorithm", "DFLASH", "--speculative-draft-model-path", str(draft)]
     return found if already else [*found, _spelled(facts.tokens_flag), str(facts.tokens(k))]
 
 

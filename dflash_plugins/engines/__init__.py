@@ -77,7 +77,7 @@ class Bug(_Data):
 
 
 class Server(_Data):
-    """A module that serves, with its first ``arguments``; the distribution it ``needs``, and flags that it drops."""
+    """A module that serves, its ``arguments`` up to the target, what it ``needs`` installed, and flags it ``lacks``."""
 
     module: str
     arguments: tuple[str, ...] = ()
