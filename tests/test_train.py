@@ -204,6 +204,17 @@ def test_walk_takes_every_round_once() -> None:
     assert _walk([2, 9, 9, 0, 1, 9, 0]) == [2, 0, 1, 0]
 
 
+def test_answers_shorter_than_a_block_are_not_held_out(data: tuple[Path, Path], tmp_path: Path) -> None:
+    answers = [Answer([5, 6, 7], list(range(3, 3 + n)), "test") for n in (3, 20, 4, 20, *[5] * 30)]
+    build_store(answers, data[0], [0, 2], tmp_path / "mixed")
+    trainer = Trainer(Recipe(**{**RECIPE, "draft_vocab_size": None}), data[0], tmp_path / "mixed", tmp_path / "run")
+    assert [ref.stop - ref.start for ref in trainer.held_refs] == [23, 23]
+    assert len(trainer.train_refs) == 32
+    build_store(answers[4:], data[0], [0, 2], tmp_path / "short")
+    with pytest.raises(BadInput, match="0 of them with 8 response tokens"):
+        Trainer(Recipe(**RECIPE), data[0], tmp_path / "short", tmp_path / "other")
+
+
 def test_held_out_counts_rounds(data: tuple[Path, Path], tmp_path: Path) -> None:
     trainer = Trainer(Recipe(**RECIPE), *data, tmp_path)
     result = held_out(trainer.drafter, trainer.store, trainer.held_refs, 3)

@@ -34,12 +34,13 @@ SCRIPT = """
 import json, sys
 from pathlib import Path
 from dflash_plugins.train.recipe import Recipe
-from dflash_plugins.train.trainer import Trainer
+from dflash_plugins.train.trainer import Trainer, leave_together
 target, store, out, recipe = sys.argv[1:]
 losses = []
 trainer = Trainer(Recipe.of(json.loads(recipe)), Path(target), Path(store), Path(out))
 trainer.run(tell=lambda progress: losses.append(progress.loss))
 Path(f"{out}/losses-{trainer.accelerator.process_index}.json").write_text(json.dumps(losses))
+leave_together()
 """
 
 
@@ -61,6 +62,16 @@ def alone(data: tuple[Path, Path], out: Path, recipe: dict[str, Any]) -> tuple[l
     return losses, load_file(out / STATE_FILE)
 
 
+def in_two(repository: Path, *arguments: str) -> str:
+    """What two processes of a script or module print on stdout."""
+    argv = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *arguments]
+    path = os.pathsep.join([str(repository), *filter(None, [os.environ.get("PYTHONPATH")])])
+    settings = {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(argv, env=os.environ | settings, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
 @pytest.mark.parametrize("method", METHODS)
 def test_two_processes_give_the_curve_and_the_weights_of_one(
     data: tuple[Path, Path], tmp_path: Path, repository: Path, method: str
@@ -69,18 +80,22 @@ def test_two_processes_give_the_curve_and_the_weights_of_one(
     losses, weights = alone(data, tmp_path / "one", recipe)
     (tmp_path / "script.py").write_text(SCRIPT)
     out = tmp_path / "two"
-    argv = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    argv += [str(tmp_path / "script.py"), *map(str, data), str(out), json.dumps(recipe)]
-    path = os.pathsep.join([str(repository), *filter(None, [os.environ.get("PYTHONPATH")])])
-    settings = {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(argv, env=os.environ | settings, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr[-3000:]
+    in_two(repository, str(tmp_path / "script.py"), *map(str, data), str(out), json.dumps(recipe))
     curves = [json.loads((out / f"losses-{rank}.json").read_text()) for rank in (0, 1)]
     assert curves[0] == curves[1] == pytest.approx(losses, rel=1e-4)
     assert losses[-1] < losses[0]
     found = load_file(out / STATE_FILE)
     for name, tensor in weights.items():
         torch.testing.assert_close(found[name], tensor, rtol=2e-3, atol=2e-4, msg=name)
+
+
+def test_the_command_in_two_processes_answers_once(data: tuple[Path, Path], tmp_path: Path, repository: Path) -> None:
+    settings = [f"--set={key}={json.dumps(value)}" for key, value in RECIPE.items() if key != "steps"]
+    arguments = ["train", "--target", str(data[0]), "--data", str(data[1]), "--out", str(tmp_path / "run"), "--json"]
+    printed = in_two(repository, "-m", "dflash_plugins.cli", *arguments, "--steps", "3", *settings)
+    document = json.loads(printed)
+    assert (document["finished"], document["step"]) == (True, 3)
+    assert (tmp_path / "run" / "drafter" / "model.safetensors").is_file()
 
 
 def test_turns_that_weigh_the_same_give_the_step_they_are_parts_of(data: tuple[Path, Path], tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from dflash_plugins.train.answers import build_store, read_answers
 from dflash_plugins.train.export import DRAFTER_FOLDER, export_drafter, model_card
 from dflash_plugins.train.recipe import Recipe
 from dflash_plugins.train.state import trained_parameters
-from dflash_plugins.train.trainer import Progress, Trainer, on_cpu
+from dflash_plugins.train.trainer import Progress, Trainer, leave_together, on_cpu
 
 Report = Callable[[str, int, int], None]
 EVALUATED_AT = (3, 7)
@@ -72,6 +72,7 @@ def run(
     trainer = Trainer(recipe, target, store, out)
     if not state.is_main_process:
         trainer.run(until=(minutes or float("inf")) * 60.0)
+        leave_together()
         return None
     if trainer.taken:
         report(f"first weights from {recipe.start_from}, tensors", len(trainer.taken), len(trainer.taken))
@@ -82,6 +83,7 @@ def run(
         report("training", progress.step, progress.steps)
 
     finished = trainer.run(until=(minutes or float("inf")) * 60.0, tell=tell)
+    leave_together()
     document = _report(trainer, finished, losses[-100:])
     card = model_card(trainer, document.model_dump(mode="json"))
     export_drafter(trainer.drafter, Path(document.path), card, trainer.dtype)

@@ -58,8 +58,8 @@ def load_state(
             continue  # saved before the first step: the optimizer had nothing to keep
         optimizer.state[parameter] = {
             "step": torch.tensor(float(step)),
-            "exp_avg": file.get_tensor(f"exp_avg.{name}"),
-            "exp_avg_sq": file.get_tensor(f"exp_avg_sq.{name}"),
+            "exp_avg": file.get_tensor(f"exp_avg.{name}").to(parameter.device),
+            "exp_avg_sq": file.get_tensor(f"exp_avg_sq.{name}").to(parameter.device),
         }
     return dict(facts)
 

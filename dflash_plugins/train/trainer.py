@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NoReturn, cast
 
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator, PartialState
 from accelerate.utils import DistributedDataParallelKwargs
 from torch import Tensor, nn
 
@@ -95,7 +95,7 @@ class Trainer:
         self.store = FeatureStore(data)
         _require_same_target(self.store, target)
         self.tensors = TargetTensors(target)
-        self.train_refs, self.held_refs = _split(self.store, recipe.held_out_sequences)
+        self.train_refs, self.held_refs = _split(self.store, recipe.held_out_sequences, recipe.block_size)
         start = load_start(recipe.start_from)
         self.vocabulary = self._vocabulary(start)
         self.taken: list[str] = []
@@ -353,6 +353,14 @@ def _processes(accelerator: Accelerator) -> Processes:
     return Processes(count, lambda scalar: accelerator.reduce(scalar.detach(), reduction="sum")) if count > 1 else ALONE
 
 
+def leave_together() -> None:
+    """The end of training in several processes: left to the interpreter, threads of the channel between them abort."""
+    state = PartialState()
+    state.wait_for_everyone()
+    if state.num_processes > 1:
+        state.destroy_process_group()
+
+
 def on_cpu() -> bool:
     """Whether nothing faster is there."""
     return not torch.accelerator.is_available()
@@ -365,13 +373,21 @@ def _evaluating(module: nn.Module) -> Iterator[None]:
     module.train()
 
 
-def _split(store: FeatureStore, held: int) -> tuple[list[SequenceRef], list[SequenceRef]]:
-    """The first sequences are held out: prompts are shuffled, so they are a fair sample that stays as data grow."""
+def _split(store: FeatureStore, held: int, block: int) -> tuple[list[SequenceRef], list[SequenceRef]]:
+    """The first sequences are held out: prompts are shuffled, so they are a fair sample that stays as data grow.
+
+    An answer shorter than a block holds no round to walk, so it is trained on only.
+    """
     usable = [ref for ref in store.sequences if ref.stop - ref.start - ref.prompt_length >= 2]
-    held = min(held, len(usable) // 10)
-    if len(usable) - held < 1 or held < 1:
-        raise BadInput(f"{len(usable)} sequences are too few to train on and to hold some out")
-    return usable[held:], usable[:held]
+    whole = [ref for ref in usable if ref.stop - ref.start - ref.prompt_length >= block]
+    kept = whole[: min(held, len(usable) // 10)]
+    if len(usable) - len(kept) < 1 or not kept:
+        raise BadInput(
+            f"{len(usable)} sequences, {len(whole)} of them with {block} response tokens or more, are too few to train "
+            "on and to hold some out"
+        )
+    held_out = set(kept)
+    return [ref for ref in usable if ref not in held_out], kept
 
 
 def _draft_vocabulary(store: FeatureStore, refs: Sequence[SequenceRef], size: int | None, target_rows: int) -> Tensor:
