@@ -7,7 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dflash_plugins.checkpoint import Accounting, account, extra_file_findings, id_map_findings, read_header
+from dflash_plugins.checkpoint import (
+    Accounting,
+    account,
+    directory_of,
+    extra_file_findings,
+    id_map_findings,
+    read_header,
+)
 from dflash_plugins.config import DraftConfig, DraftReading, TargetConfig, read_draft_config, read_target_config
 from dflash_plugins.engines import Launch, engine_facts, engine_findings
 from dflash_plugins.errors import Refused
@@ -57,11 +64,11 @@ def inspect_pair(
     """
     reading = read_draft_config(draft_path)
     target = None if target_path is None else read_target_config(target_path)
-    accounting = account(reading.facts, read_header(_directory(draft_path)))
+    accounting = account(reading.facts, read_header(directory_of(draft_path)))
     found = [*reading.findings, *accounting.findings, *_file_findings(draft_path, reading, accounting)]
     if target is not None and target_path is not None:
         found += pair_findings(reading.facts, target, own_embedding=accounting.own_embedding)
-        found += _tokenizers(_directory(draft_path), _directory(target_path))
+        found += _tokenizers(directory_of(draft_path), directory_of(target_path))
     found += serving_dtype_findings(accounting.dtype, served_dtype)
     if reading.config is not None:
         found += _served(reading, reading.config, k, engine, launch or Launch(), settings or {})
@@ -74,16 +81,11 @@ def check_pair(draft_path: Path | str, target_path: Path | str | None = None, **
     return inspect_pair(draft_path, target_path, **options).findings
 
 
-def _directory(path: Path | str) -> Path:
-    path = Path(path)
-    return path.parent if path.is_file() else path
-
-
 def _file_findings(path: Path | str, reading: DraftReading, accounting: Accounting) -> list[Finding]:
-    found = extra_file_findings(_directory(path))
+    found = extra_file_findings(directory_of(path))
     vocab = reading.facts.get("vocab_size")
     if vocab is not None and not errors(accounting.findings):
-        found += id_map_findings(_directory(path), accounting, vocab)
+        found += id_map_findings(directory_of(path), accounting, vocab)
     return found
 
 

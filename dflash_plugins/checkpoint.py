@@ -5,6 +5,7 @@ Only headers are read until ``load_tensors``; torch is imported there and nowher
 
 from __future__ import annotations
 
+import json
 import tempfile
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -65,6 +66,12 @@ class Accounting:
         if errors(self.findings):
             raise Refused(self.subject, sorted(self.findings, key=lambda f: f.severity is not Severity.ERROR))
         return self
+
+
+def directory_of(path: Path | str) -> Path:
+    """The folder of a checkpoint that is named by it or by a file in it."""
+    path = Path(path)
+    return path.parent if path.is_file() else path
 
 
 def tensor_files(path: Path | str) -> dict[str, Path]:
@@ -375,6 +382,15 @@ def new_checkpoint(path: Path, *, overwrite: bool) -> Iterator[Path]:
             new.rename(path)
     except (OSError, SafetensorError) as error:
         raise BadInput(f"{path} cannot be written, and is left as it was: {error}") from error
+
+
+def write_checkpoint(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
+    """Write config.json and model.safetensors."""
+    from safetensors.torch import save_file
+
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    whole = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    save_file(whole, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 def load_tensors(path: Path | str, accounting: Accounting) -> dict[str, torch.Tensor]:

@@ -245,22 +245,12 @@ def serve(
         folder, drafter = resolve(target, report=report), resolve(draft, report=report)
         name = None if Path(target).expanduser().is_dir() else target
         found = plan(engine, folder, drafter, k=k, port=port, name=name, flags=flags or ())
+    code = _finish(found, as_json, stderr=True)
     if as_json:
-        code = _finish(found, as_json)
         os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
-    else:
-        code = found.exit_code
-        _say(found)
     if code == DONE:
         replace_process(found.launch)
     return code
-
-
-def _say(report: _Report) -> None:
-    """On stderr: stdout belongs to the server."""
-    from rich.console import Console
-
-    report.render(Console(stderr=True))
 
 
 class _Report(Protocol):
@@ -272,14 +262,14 @@ class _Report(Protocol):
     def model_dump_json(self, *, indent: int) -> str: ...
 
 
-def _finish(report: _Report, as_json: bool) -> int:
-    """Shows a report on stdout; exit 1 where its answer is bad."""
+def _finish(report: _Report, as_json: bool, *, stderr: bool = False) -> int:
+    """Shows a report on stdout; exit 1 where its answer is bad. ``stderr``: what is for people goes there."""
     from rich.console import Console
 
     if as_json:
         print(report.model_dump_json(indent=1), flush=True)
     else:
-        report.render(Console())
+        report.render(Console(stderr=stderr))
     return report.exit_code
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import BaseModel, ConfigDict
 
 from dflash_plugins.check import inspect_pair
-from dflash_plugins.checkpoint import account, load_tensors, new_checkpoint, read_header
+from dflash_plugins.checkpoint import account, directory_of, load_tensors, new_checkpoint, read_header, write_checkpoint
 from dflash_plugins.config import DraftConfig, read_draft_config, to_flat, to_nested
 from dflash_plugins.config_places import IGNORED_KEYS, PLACES, collect, config_file, leaves, read_json
 from dflash_plugins.engines import ENGINES
@@ -90,12 +89,12 @@ def convert(source: Path, out: Path, layout: str) -> ConvertReport:
     config = report.require()
     if layout == "speculators" and config.loop is not None:
         raise BadInput("the speculators layout has no D-Loop: convert to released, or train a drafter without a loop")
-    folder = source.parent if source.is_file() else source
+    folder = directory_of(source)
     accounting = account(config, read_header(folder), subject=report.subject)
     new = LAYOUTS[layout](config)
     with new_checkpoint(out, overwrite=False) as workshop:
         carried, left = _carry(folder, workshop)
-        _write(workshop, new, load_tensors(folder, accounting))
+        write_checkpoint(workshop, new, load_tensors(folder, accounting))
         _require_same(workshop, config, layout)
     return ConvertReport(
         path=str(out),
@@ -121,14 +120,6 @@ def _carry(folder: Path, workshop: Path) -> tuple[list[str], list[str]]:
         else:
             left.append(path.name)
     return carried, left
-
-
-def _write(workshop: Path, config: Mapping[str, Any], tensors: Mapping[str, Any]) -> None:
-    from safetensors.torch import save_file
-
-    (workshop / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    whole = {name: tensor.contiguous() for name, tensor in tensors.items()}
-    save_file(whole, workshop / "model.safetensors", metadata={"format": "pt"})
 
 
 def _require_same(workshop: Path, config: DraftConfig, layout: str) -> None:

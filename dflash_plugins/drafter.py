@@ -6,19 +6,17 @@ training runs many blocks of one sequence over the same context with an explicit
 
 from __future__ import annotations
 
-import json
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Protocol, cast
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812 - the name everybody reads
 
 from dflash_plugins.check import inspect_pair
-from dflash_plugins.checkpoint import account, load_tensors, new_checkpoint, read_header
+from dflash_plugins.checkpoint import account, directory_of, load_tensors, new_checkpoint, read_header, write_checkpoint
 from dflash_plugins.config import DraftConfig, to_nested
 from dflash_plugins.context import ContextKV
 from dflash_plugins.drafter_layers import DecoderLayer, Mask, RMSNorm, Rotary, initialise, require_computable
@@ -209,7 +207,7 @@ def load_drafter(path: Path | str, *, dtype: torch.dtype | None = None) -> Draft
     for finding in report.findings:
         if finding.severity is Severity.WARNING:
             warnings.warn(str(finding), stacklevel=2)
-    directory = Path(path).parent if Path(path).is_file() else Path(path)
+    directory = directory_of(path)
     accounting = account(config, read_header(directory), subject=report.subject)
     tensors = load_tensors(directory, accounting)
     tensors.pop("t2d", None)
@@ -238,10 +236,9 @@ def save_drafter(
     path = Path(path)
     config = drafter.config.model_copy(update={"dtype": str(dtype).removeprefix("torch.")})
     tensors = {
-        name: tensor.detach().to("cpu", dtype if tensor.is_floating_point() else tensor.dtype).contiguous()
+        name: tensor.detach().to("cpu", dtype if tensor.is_floating_point() else tensor.dtype)
         for name, tensor in drafter.state_dict().items()
     }
     with new_checkpoint(path, overwrite=overwrite) as new:
-        (new / "config.json").write_text(json.dumps(to_nested(config), indent=2) + "\n", encoding="utf-8")
-        save_file(tensors, new / "model.safetensors", metadata={"format": "pt"})
+        write_checkpoint(new, to_nested(config), tensors)
     return path

@@ -8,7 +8,6 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from dflash_plugins import drafter as module
 from dflash_plugins.drafter import Drafter, load_drafter, save_drafter
 from dflash_plugins.errors import BadInput, Refused
 
@@ -115,7 +114,7 @@ def test_nothing_half_written_stays(tmp_path, monkeypatch):
     def full_disk(*_args, **_more):
         raise OSError("no space left")
 
-    monkeypatch.setattr(module, "save_file", full_disk)
+    monkeypatch.setattr("safetensors.torch.save_file", full_disk)
     for name in ("out", "new"):
         with pytest.raises(BadInput, match="no space"):
             save_drafter(drafter, tmp_path / name, overwrite=True)

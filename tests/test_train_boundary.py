@@ -12,7 +12,6 @@ import tiny
 import torch
 from torch import Tensor
 
-from dflash_plugins.train.answers import Answer, build_store
 from dflash_plugins.train.batches import Batch, make_batch
 from dflash_plugins.train.evaluate import matches
 from dflash_plugins.train.losses import IGNORED
@@ -38,13 +37,7 @@ Make = Callable[..., Trainer]
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    folder = tmp_path_factory.mktemp("train")
-    target = tiny.write_target(folder / "target")
-    generator = torch.Generator().manual_seed(3)
-    ids = torch.randint(3, 60, (24, LENGTH), generator=generator).tolist()
-    answers = [Answer(row[:PROMPT], row[PROMPT:], "test") for row in ids]
-    build_store(answers, target, [0, 2], folder / "store", dtype=torch.float32)
-    return target, folder / "store"
+    return tiny.write_store(tmp_path_factory.mktemp("train"), dtype=torch.float32)
 
 
 @pytest.fixture

@@ -35,11 +35,7 @@ SHARD = "shard-00000.safetensors"
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """A tiny target and a feature store of 24 answers."""
-    folder = tmp_path_factory.mktemp("train")
-    target = tiny.write_target(folder / "target")
-    ids = torch.randint(3, 60, (24, 26), generator=torch.Generator().manual_seed(3)).tolist()
-    build_store([Answer(row[:6], row[6:], "test") for row in ids], target, [0, 2], folder / "store")
-    return target, folder / "store"
+    return tiny.write_store(tmp_path_factory.mktemp("train"))
 
 
 @pytest.fixture

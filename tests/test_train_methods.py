@@ -15,7 +15,6 @@ from torch import Tensor
 from dflash_plugins.config import read_draft_config
 from dflash_plugins.drafter import load_drafter
 from dflash_plugins.errors import BadInput, Refused
-from dflash_plugins.train.answers import Answer, build_store
 from dflash_plugins.train.batches import every_anchor, make_batch
 from dflash_plugins.train.blocks import BatchBackbone
 from dflash_plugins.train.evaluate import matches
@@ -37,12 +36,7 @@ Make = Callable[..., Trainer]
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """A tiny target and a feature store of 24 answers of 20 tokens each."""
-    folder = tmp_path_factory.mktemp("train")
-    target = tiny.write_target(folder / "target")
-    generator = torch.Generator().manual_seed(3)
-    ids = torch.randint(3, 60, (24, 26), generator=generator).tolist()
-    build_store([Answer(row[:6], row[6:], "test") for row in ids], target, [0, 2], folder / "store")
-    return target, folder / "store"
+    return tiny.write_store(tmp_path_factory.mktemp("train"))
 
 
 @pytest.fixture

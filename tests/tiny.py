@@ -151,6 +151,16 @@ def write_target(path: Path, kind: str = "qwen3", *, seed: int = 0, **changes: A
     return path
 
 
+def write_store(folder: Path, **options: Any) -> tuple[Path, Path]:
+    """A tiny target in ``folder`` and a feature store of 24 answers of 20 random tokens to prompts of 6."""
+    from dflash_plugins.train.answers import Answer, build_store
+
+    made = write_target(folder / "target")
+    ids = torch.randint(3, 60, (24, 26), generator=torch.Generator().manual_seed(3)).tolist()
+    build_store([Answer(row[:6], row[6:], "test") for row in ids], made, [0, 2], folder / "store", **options)
+    return made, folder / "store"
+
+
 def smallest(method: str = "dflash", *, draft: dict[str, Any] | None = None, **top: Any) -> dict[str, Any]:
     """``raw_config`` of a drafter small enough for plain loops: hidden 16, 40 tokens, block 5 (K = 4)."""
     sizes = {

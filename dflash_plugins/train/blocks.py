@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
@@ -57,13 +58,14 @@ class BatchBackbone(OnDrafter):
             ids.view(len(batch.anchors), -1),
             training_positions(batch.anchors, block),
             self.context,
-            mask=self._mask(block),
+            mask=self._mask,
             block=block,
         )
         return hidden.view(-1, block, hidden.shape[-1])
 
-    def _mask(self, block: int) -> Tensor | FlexMasks:
-        batch, columns = self.batch, self.batch.features.shape[1]
+    @cached_property
+    def _mask(self) -> Tensor | FlexMasks:
+        batch, columns, block = self.batch, self.batch.features.shape[1], self.k + 1
         if self.flex or (self.flex is None and batch.anchors.is_cuda):
             from dflash_plugins.train.flex import FlexMasks  # seconds to import
 

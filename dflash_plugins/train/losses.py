@@ -12,6 +12,7 @@ from torch.nn import functional as F  # noqa: N812 - the name everybody reads
 from dflash_plugins.selector import SelectorTables, move_scores
 
 IGNORED = -1
+GAMMA_BY_BLOCK = {16: 7.0, 10: 5.0, 8: 4.0}
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,6 @@ class Processes:
 
 
 ALONE = Processes()
-GAMMA_BY_BLOCK = {16: 7.0, 10: 5.0, 8: 4.0}
 
 
 def slot_weights(k: int, gamma: float) -> Tensor:

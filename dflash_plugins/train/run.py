@@ -67,13 +67,10 @@ def run(
     layer_ids = settings.pop("target_layer_ids", None)
     recipe = _recipe(method, steps, settings)
     state = PartialState(cpu=on_cpu())
+    report = report if state.is_main_process else lambda stage, done, total: None
     with state.main_process_first():
         store = _store(data, target, layer_ids, report)
     trainer = Trainer(recipe, target, store, out)
-    if not state.is_main_process:
-        trainer.run(until=(minutes or float("inf")) * 60.0)
-        leave_together()
-        return None
     if trainer.taken:
         report(f"first weights from {recipe.start_from}, tensors", len(trainer.taken), len(trainer.taken))
     losses: list[float] = []
@@ -84,6 +81,8 @@ def run(
 
     finished = trainer.run(until=(minutes or float("inf")) * 60.0, tell=tell)
     leave_together()
+    if not state.is_main_process:
+        return None
     document = _report(trainer, finished, losses[-100:])
     card = model_card(trainer, document.model_dump(mode="json"))
     export_drafter(trainer.drafter, Path(document.path), card, trainer.dtype)

@@ -12,8 +12,6 @@ from pathlib import Path
 import pytest
 import sglang_watch
 
-pytest.register_assert_rewrite("core_drafts")
-
 # What stands in them fails as clearly as in a test module.
 pytest.register_assert_rewrite("core_drafts", "http_cases")
 
