@@ -4,7 +4,8 @@
     ci/in-env vllm -- python benchmarks/drafters.py --prompts measuring.jsonl --per-set 100 --out run.jsonl \\
         --drafts smollm2-135m-dflash smollm2-135m-dflash2 smollm2-135m-dloop smollm2-135m-dflash@1,3 smollm2-135m-dloop@
 
-Greedy, one prompt at a time, so that every round has a prompt. ``NAME@1,3`` serves a drafter's weights in a loop with
+Greedy. ``--batch`` that many prompts are decoded at once, in engines that tell what every round of a request emitted;
+one at a time is needed for tokens per second, and elsewhere. ``NAME@1,3`` serves a drafter's weights in a loop with
 these prefix lengths, ``NAME@`` in one pass. Every drafter is compared with the first one: the ratio of emitted per
 round over all prompts and by set, with a 95 % interval from resampled prompts. What has been measured is in ``--out``,
 a line per prompt; the same command goes on where it stopped. Texts that differ from the first drafter's are counted.
@@ -23,7 +24,7 @@ from typing import Any
 
 from rich.progress import track
 
-from dflash_plugins.driver import EngineConfig, Sampling, encode_prompts, find_driver
+from dflash_plugins.driver import Counters, EngineConfig, Sampling, encode_prompts, find_driver
 from dflash_plugins.pairs import Prompt, load_prompts, resolve
 from dflash_plugins.statistics import bootstrap_ratio
 
@@ -61,19 +62,33 @@ def measure(options: argparse.Namespace, name: str, k: int, prompts: list[Prompt
     """One engine with one drafter, prompt by prompt."""
     with tempfile.TemporaryDirectory() as workshop:
         config = EngineConfig(
-            target=str(resolve(options.target)), draft=str(served(name, Path(workshop))), k=k, dtype=options.dtype
+            target=str(resolve(options.target)),
+            draft=str(served(name, Path(workshop))),
+            k=k,
+            dtype=options.dtype,
+            max_num_seqs=options.batch,
         )
         with find_driver(options.engine).start(config) as session:
             ids = encode_prompts(session, prompts, options.max_tokens)
-            sampling = Sampling(max_tokens=options.max_tokens, ignore_eos=True)
-            for prompt, row in track(list(zip(prompts, ids, strict=True)), f"{name}, K {k}", disable=options.quiet):
-                done = session.generate([row], sampling)
-                yield {
-                    "draft": name, "k": k, "id": prompt.id, "set": prompt.set, "rounds": done.counters.rounds,
-                    "emitted": done.counters.rounds + done.counters.accepted, "seconds": round(done.seconds, 4),
-                    "tokens": done.tokens, "by_slot": done.counters.accepted_by_slot,
-                    "text": hashlib.sha256(str(done.completions[0].ids).encode()).hexdigest()[:16],
-                }  # fmt: skip
+            sampling = Sampling(max_tokens=options.max_tokens, ignore_eos=True, rounds=options.batch > 1)
+            turns = [range(i, min(i + options.batch, len(ids))) for i in range(0, len(ids), options.batch)]
+            for turn in track(turns, f"{name}, K {k}", disable=options.quiet):
+                done = session.generate([ids[i] for i in turn], sampling)
+                for i, completion in zip(turn, done.completions, strict=True):
+                    counters = done.counters if options.batch == 1 else of_one(completion.emitted or (), k)
+                    yield {
+                        "draft": name, "k": k, "id": prompts[i].id, "set": prompts[i].set, "rounds": counters.rounds,
+                        "emitted": counters.rounds + counters.accepted, "by_slot": counters.accepted_by_slot,
+                        "seconds": round(done.seconds / len(turn), 4), "tokens": len(completion.ids),
+                        "text": hashlib.sha256(str(completion.ids).encode()).hexdigest()[:16],
+                    }  # fmt: skip
+
+
+def of_one(emitted: Sequence[int], k: int) -> Counters:
+    """What the rounds of one request did. The last is left out where there are others: it may have been cut."""
+    whole = emitted[:-1] or emitted
+    by_slot = tuple(sum(count > slot for count in whole) for slot in range(1, k + 1))
+    return Counters(rounds=len(whole), accepted=sum(by_slot), accepted_by_slot=by_slot)
 
 
 def table(rows: list[dict[str, Any]], drafts: Sequence[str], ks: Sequence[int]) -> list[dict[str, Any]]:
@@ -111,6 +126,7 @@ def main() -> int:
     parser.add_argument("--prompts", default="prove", help="a file, or demo or prove")
     parser.add_argument("--per-set", type=int)
     parser.add_argument("--max-tokens", type=int, default=128)
+    parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--quiet", action="store_true")
@@ -127,7 +143,8 @@ def main() -> int:
                     out.write(json.dumps(row) + "\n")
                     out.flush()
     wanted = {prompt.id for prompt in prompts}
-    document = {"engine": options.engine, "target": options.target, "dtype": options.dtype, "prompts": len(prompts)}
+    document = {"engine": options.engine, "target": options.target, "dtype": options.dtype, "batch": options.batch}
+    document |= {"prompts": len(prompts), "max_tokens": options.max_tokens}
     document["rows"] = table([row for row in rows if row["id"] in wanted], options.drafts, options.k)
     print(json.dumps(document, indent=1))
     return 0

@@ -1,10 +1,15 @@
-"""Puts a trained drafter into the data distribution: ``python ci/ship_drafter.py RUN/drafter NAME``.
+"""Puts a trained drafter into the data distribution: ``python ci/ship_drafter.py RUN/drafter NAME [--rounded STORE]``.
 
 The reduced head is left out (its rows are the target's own), and where the catalogue names a base, so is every tensor
 that is bit for bit the base's. What was shipped under the same name before is replaced, and only once the files that
 `models fetch` would make of the new folder are, tensor by tensor, those of the trained drafter.
+
+``--rounded STORE``: changes of the base's matrices take four bits per weight (``pairs/rounded.py``), and the drafter is
+what comes of them. It is held against the held-out answers of the feature store STORE once more, and its card has those
+figures.
 """
 
+import argparse
 import re
 import shutil
 import subprocess
@@ -20,17 +25,24 @@ from dflash_plugins.pairs import resolve
 from dflash_plugins.pairs.catalogue import DRAFTERS
 from dflash_plugins.pairs.cut_head import attach_head, detach_head
 from dflash_plugins.pairs.difference import ROWS_SUFFIX, apply_difference, make_difference, read_difference, sha256
+from dflash_plugins.pairs.rounded import CODES_SUFFIX, SCALES_SUFFIX
+from dflash_plugins.train.evaluate import held_out_of
 
 PACKAGE = Path(__file__).resolve().parent.parent / "models" / "dflash_plugins_models"
 LIMIT_BYTES = 40_000_000
 
 
 def main(arguments):
-    if len(arguments) != 2 or arguments[1] not in DRAFTERS:
-        print(f"usage: {__doc__.splitlines()[0]}; names: {', '.join(DRAFTERS)}", file=sys.stderr)
-        return 2
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("source", type=Path)
+    parser.add_argument("name", choices=DRAFTERS)
+    parser.add_argument("--rounded", type=Path, metavar="STORE")
+    options = parser.parse_args(arguments)
+    drafter = DRAFTERS[options.name]
     try:
-        folder = ship(Path(arguments[0]), DRAFTERS[arguments[1]])
+        if options.rounded is not None and drafter.base is None:
+            raise BadInput(f"--rounded: {drafter.name} is shipped whole, there is no base for its changes")
+        folder = ship(options.source, drafter, options.rounded)
     except BadInput as error:
         print(error, file=sys.stderr)
         return 2
@@ -39,21 +51,42 @@ def main(arguments):
     return 0 if size <= LIMIT_BYTES else 1
 
 
-def ship(source, drafter):
+def ship(source, drafter, store):
     with tempfile.TemporaryDirectory(dir=PACKAGE) as scratch:
         whole, difference, again, made = (Path(scratch) / name for name in ("whole", "difference", "again", "made"))
+        target = resolve(drafter.target)
         detach_head(source, whole)
+        new = headless = whole
         if drafter.base is not None:
-            make_difference(whole, PACKAGE / drafter.base, drafter.base, difference)
+            make_difference(whole, PACKAGE / drafter.base, drafter.base, difference, rounded=store is not None)
             apply_difference(difference, PACKAGE / drafter.base, again)
+            new, headless = difference, again
+        attach_head(headless, target, made)
+        require_same_tensors(source, made, but=() if new is whole else read_difference(new).rounded)
+        if drafter.base is not None:
+            if store is not None:
+                measure_again(difference, made, target, store)
             add_to_card(difference, PACKAGE / drafter.base, drafter)
-        new, headless = (whole, whole) if drafter.base is None else (difference, again)
-        attach_head(headless, resolve(drafter.target), made)
-        require_same_tensors(source, made)
         require_no_difference_to_another(new, drafter.name)
         shutil.rmtree(PACKAGE / drafter.name, ignore_errors=True)
         new.rename(PACKAGE / drafter.name)
     return PACKAGE / drafter.name
+
+
+def measure_again(folder, made, target, store):
+    """The held-out figures in the card of ``folder`` become those of the drafter ``made`` of it."""
+    card = folder / "README.md"
+    if not card.is_file():
+        return
+    lines = card.read_text(encoding="utf-8").splitlines()
+    for at, line in enumerate(lines):
+        if line in held_out_rows(folder):
+            k = int(line.split("|")[1])
+            found = held_out_of(made, target, store, k)
+            slots = " ".join(f"{rate:.3f}" for rate in found.accepted_by_slot)
+            lines[at] = f"| {k} | {found.emitted_per_round:.3f} | {slots} | {found.rounds:,} |"
+    lines.append("The figures of held-out answers are those of the drafter as it is shipped, after rounding.")
+    card.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
 def add_to_card(folder, base, drafter):
@@ -64,7 +97,10 @@ def add_to_card(folder, base, drafter):
     own, others = held_out_rows(folder), held_out_rows(base)
     tensors = load_file(folder / "model.safetensors")
     megabytes = (folder / "model.safetensors").stat().st_size / 1e6
-    names = sorted(name for name in tensors if not name.endswith(ROWS_SUFFIX))
+    parts = (ROWS_SUFFIX, SCALES_SUFFIX)
+    names = sorted(name.removesuffix(CODES_SUFFIX) for name in tensors if not name.endswith(parts))
+    rounded = read_difference(folder).rounded
+    how = f", {len(rounded)} of them as changes of 4 bits per weight" if rounded else " in bfloat16"
     lines = [
         "",
         f"## Beside its base, `{drafter.base}`",
@@ -73,7 +109,7 @@ def add_to_card(folder, base, drafter):
         "|---|---|---|---|---|",
         *(f"| {name} {row}" for name, rows in ((drafter.name, own), (drafter.base, others)) for row in rows),
         "",
-        f"Shipped as a difference to it: {len(names)} tensors, {megabytes:.2f} MB in bfloat16. The others are its own.",
+        f"Shipped as a difference to it: {len(names)} tensors{how}, {megabytes:.2f} MB. The others are its own.",
         "",
         *(f"- `{name}`" for name in names),
     ]
@@ -88,12 +124,12 @@ def held_out_rows(folder):
     return [line for line in lines if re.match(r"\| \d+ \| \d+\.\d+ \|", line)]
 
 
-def require_same_tensors(source, made):
+def require_same_tensors(source, made, but):
     before, after = load_file(source / "model.safetensors"), load_file(made / "model.safetensors")
     differing = [
         name
         for name in sorted(before.keys() | after.keys())
-        if name not in before or name not in after or not torch.equal(before[name], after[name])
+        if name not in before or name not in after or not (name in but or torch.equal(before[name], after[name]))
     ]
     if differing:
         raise BadInput(f"{source}: fetched again it would differ in {', '.join(differing)}; is its head the target's?")

@@ -94,7 +94,10 @@ def _quiet_stdout() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _progress() -> Iterator[Progress]:
-    """A callback that moves bars on stderr, one per stage; silent where stderr is no terminal."""
+    """A callback that moves bars on stderr, one per stage; silent where stderr is no terminal.
+
+    What a stage says after a colon may change from call to call.
+    """
     from rich.console import Console
     from rich.progress import Progress as Bars
     from rich.progress import TaskID
@@ -104,9 +107,10 @@ def _progress() -> Iterator[Progress]:
     with Bars(console=console, disable=not console.is_terminal, transient=True) as bars:
 
         def report(stage: str, done: int, total: int) -> None:
-            if stage not in tasks:
-                tasks[stage] = bars.add_task(stage, total=None)
-            bars.update(tasks[stage], completed=done, total=total or None)
+            name = stage.partition(":")[0]
+            if name not in tasks:
+                tasks[name] = bars.add_task(stage, total=None)
+            bars.update(tasks[name], description=stage, completed=done, total=total or None)
 
         yield report
 
@@ -296,6 +300,12 @@ def train(
     minutes: Annotated[
         float | None, typer.Option(min=0, help="End this leg after so long; run again to go on.")
     ] = None,
+    divide: Annotated[
+        bool, typer.Option("--divide", help="Divide the drafter between the processes of torchrun (FSDP2).")
+    ] = False,
+    held_out_every: Annotated[
+        int | None, typer.Option(min=1, help="Steps between looks at a few held-out answers.")
+    ] = None,
     settings: Settings = None,
     as_json: AsJson = False,
 ) -> int:
@@ -316,6 +326,8 @@ def train(
             steps=steps,
             minutes=minutes,
             settings=recipe,
+            divided=divide,
+            held_out_every=held_out_every,
             report=report,
         )
     if result is None:

@@ -66,7 +66,11 @@ class EngineConfig(_Record):
 
 
 class Sampling(_Record):
-    """How to continue a prompt. ``logits`` asks for the raw logits of that many best tokens at every position."""
+    """How to continue a prompt.
+
+    ``logits`` asks for the raw logits of that many best tokens at every position, ``rounds`` for what every round
+    emitted.
+    """
 
     temperature: float = Field(default=0.0, ge=0)
     top_p: float = Field(default=1.0, gt=0, le=1)
@@ -75,6 +79,7 @@ class Sampling(_Record):
     ignore_eos: bool = False
     seed: int | None = None
     logits: int | None = Field(default=None, gt=0)
+    rounds: bool = False
 
 
 class Hello(_Record):
@@ -89,12 +94,17 @@ class Hello(_Record):
 
 
 class Completion(_Record):
-    """One continuation. ``logits`` holds, when asked for, the best (id, raw logit) pairs per position, best first."""
+    """One continuation.
+
+    ``logits`` holds, when asked for, the best (id, raw logit) pairs per position, best first; ``emitted`` the number of
+    tokens of every round. The first token comes of the prompt, before any round; the last round may have been cut.
+    """
 
     ids: tuple[int, ...]
     text: str | None
     finish_reason: str | None
     logits: tuple[tuple[tuple[int, float], ...], ...] | None = None
+    emitted: tuple[int, ...] | None = None
 
 
 class Counters(_Record):

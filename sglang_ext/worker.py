@@ -48,6 +48,8 @@ class Worker:
         return encode_messages(self._tokenizer, texts)
 
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> Generated:
+        if sampling.rounds:
+            raise ValueError("what every round of a request emitted cannot be had from SGLang")
         if sampling.logits is not None and self._config.draft is not None:
             raise ValueError("raw logits are had from SGLang without a drafter only")
         began = time.perf_counter()

@@ -23,6 +23,7 @@ from dflash_plugins.pairs.difference import (
     read_difference,
     require_fitting,
 )
+from dflash_plugins.pairs.rounded import GROUP
 
 SUCCESSORS = "candidate_selector.successor_codebook"
 DFLASH2 = {"layer_types": ["full_attention"] * 2, "sliding_window": None, "use_sliding_window": False}
@@ -143,3 +144,39 @@ def test_what_a_difference_cannot_say_is_refused_when_it_is_made(base: Path, tmp
     with pytest.raises(BadInput, match="other tokens"):
         make_difference(trained, base, "base", tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def test_changes_rounded_to_four_bits_come_back_near(tmp_path: Path) -> None:
+    base = tmp_path / "base"
+    raw = tiny.raw_config()
+    weights = {name: tensor.bfloat16() for name, tensor in tiny.tensors(raw).items()}
+    tiny.write_drafter(base, raw, weights)
+    trained = {name: (tensor + 0.1 * torch.randn_like(tensor)).bfloat16() for name, tensor in weights.items()}
+    tiny.write_drafter(tmp_path / "trained", raw, trained)
+    make_difference(tmp_path / "trained", base, "base", tmp_path / "shipped", rounded=True)
+    rounded = read_difference(tmp_path / "shipped").rounded
+    wide = [name for name, tensor in weights.items() if tensor.dim() == 2 and tensor.shape[1] % GROUP == 0]
+    assert wide
+    assert sorted(wide) == list(rounded)
+    apply_difference(tmp_path / "shipped", base, tmp_path / "made")
+    made, stored = (load_file(tmp_path / name / "model.safetensors") for name in ("made", "shipped"))
+    for name, tensor in trained.items():
+        if name not in rounded:
+            assert torch.equal(made[name], tensor), name
+            continue
+        assert stored[name + ".codes"].nbytes * 4 == tensor.nbytes
+        change = (tensor.float() - weights[name].float()).unflatten(1, (-1, GROUP))
+        step = change.abs().amax(-1, keepdim=True) / 7
+        error = (made[name].float() - tensor.float()).unflatten(1, (-1, GROUP)).abs()
+        assert bool((error <= 0.51 * step + 0.01 * tensor.float().abs().unflatten(1, (-1, GROUP))).all()), name
+    apply_difference(tmp_path / "shipped", base, tmp_path / "again")
+    again = load_file(tmp_path / "again" / "model.safetensors")
+    assert all(torch.equal(again[name], made[name]) for name in made)
+
+
+def test_a_tensor_that_did_not_change_takes_no_room_when_rounded(base: Path, tmp_path: Path) -> None:
+    trained = write_trained(tmp_path / "trained", base)
+    make_difference(trained, base, "base", tmp_path / "shipped", rounded=True)
+    stored = load_file(tmp_path / "shipped" / "model.safetensors")
+    kept = {name for name in stored if not any(part in name for part in ("conv", "selector"))}
+    assert {name.split(".codes")[0].split(".scales")[0] for name in kept} == {"layers.1.self_attn.q_proj.weight"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import subprocess
 from pathlib import Path
 from types import ModuleType
@@ -14,6 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from dflash_plugins.pairs.catalogue import EmbeddedDrafter
 from dflash_plugins.pairs.difference import DIFFERENCE_FILE, read_difference
+from dflash_plugins.train.answers import Answer, build_store
 
 NAMES = {
     "plain": EmbeddedDrafter("plain", "dflash", "target"),
@@ -117,5 +119,27 @@ def test_the_limit_counts_what_was_ever_shipped(
 
 
 def test_an_unknown_name_is_answered_with_the_known_ones(ship: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
-    assert ship.main(["somewhere", "nope"]) == 2
-    assert "names: plain, looped" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        ship.main(["somewhere", "nope"])
+    assert "choose from 'plain', 'looped'" in capsys.readouterr().err
+
+
+def test_a_rounded_difference_is_measured_again(ship: ModuleType, tmp_path: Path) -> None:
+    target = tmp_path / "target"
+    plain = write_trained(tmp_path / "p", target, "dflash")
+    looped = write_trained(tmp_path / "l", target, "dloop", 2.0)
+    weights = load_file(looped / "model.safetensors")
+    weights["fc.weight"] = weights["fc.weight"] + 0.1 * torch.randn_like(weights["fc.weight"])
+    save_file(weights, looped / "model.safetensors")
+    (looped / "README.md").write_text("| 3 | 9.600 | 0.400 0.150 0.050 | 80 |\n")
+    store = tmp_path / "store"
+    rows = [torch.randint(3, 90, (20,)).tolist() for _ in range(20)]
+    layers = json.loads((looped / "config.json").read_text())["dflash_config"]["target_layer_ids"]
+    build_store([Answer(row[:6], row[6:], "test") for row in rows], target, layers, store)
+    assert ship.main([str(plain), "plain"]) == 0
+    assert ship.main([str(looped), "looped", "--rounded", str(store)]) == 0
+    assert read_difference(ship.PACKAGE / "looped").rounded == ("fc.weight",)
+    card = (ship.PACKAGE / "looped" / "README.md").read_text()
+    assert "9.600" not in card
+    assert "1 of them as changes of 4 bits per weight" in card
+    assert ship.main([str(plain), "plain", "--rounded", str(store)]) == 2

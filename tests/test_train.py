@@ -16,7 +16,7 @@ from dflash_plugins.train.answers import Answer, build_store, read_answers
 from dflash_plugins.train.batches import every_anchor, make_batch, random_anchors
 from dflash_plugins.train.blocks import BatchBackbone
 from dflash_plugins.train.evaluate import _walk, held_out
-from dflash_plugins.train.losses import IGNORED, block_loss, keep_best, slot_weights
+from dflash_plugins.train.losses import IGNORED, block_loss, keep_best, slot_weights, unexpected
 from dflash_plugins.train.prompts import Prompt, finish_opening, training_prompts
 from dflash_plugins.train.recipe import Recipe, learning_rate
 from dflash_plugins.train.store import FeatureStore, write_shard
@@ -89,6 +89,26 @@ def test_a_soft_label_may_be_of_the_best_tokens_only() -> None:
     logits = torch.log(torch.tensor([[[0.4, 0.4, 0.1, 0.1]]]))
     loss = block_loss(logits, torch.tensor([[0]]), torch.ones(1), teacher=kept, soft_share=1.0)
     assert float(loss) == pytest.approx(-(0.625 * math.log(0.4) + 0.375 * math.log(0.1)))
+
+
+def test_what_is_not_expected_to_be_accepted_by_hand() -> None:
+    chances = torch.tensor([[0.5, 0.5, 1.0], [0.2, 0.1, 0.1], [1.0, 1.0, 1.0]])
+    known = torch.tensor([[True, True, True], [True, False, True], [False, False, False]])
+    first, second = 1 - (0.5 + 0.25 + 0.25) / 3, 1 - 0.2 / 3
+    assert float(unexpected(chances.log(), known)) == pytest.approx((first + second) / 2)
+
+
+def test_the_expected_objective_spends_nothing_behind_a_token_that_cannot_be_proposed() -> None:
+    logits = torch.randn(1, 3, 5, requires_grad=True)
+    weights = torch.zeros(3)
+    block_loss(logits, torch.tensor([[2, IGNORED, 1]]), weights, expected_weight=1.0).backward()
+    assert logits.grad is not None
+    assert logits.grad[0, 0].abs().sum() > 0
+    assert logits.grad[0, 1:].abs().sum() == 0
+
+
+def test_the_decay_of_the_block_size_may_be_set_otherwise() -> None:
+    assert (Recipe().decay(), Recipe(block_size=16).decay(), Recipe(gamma=1.5).decay()) == (4.0, 7.0, 1.5)
 
 
 def test_store_gives_back_what_was_written(data: tuple[Path, Path]) -> None:

@@ -50,13 +50,13 @@ DECIDING: dict[str, str] = {
     "train/blocks.py": "BatchBackbone.of BatchBackbone.rows BatchBackbone.hidden",
     "train/initialise.py": "initialise_from_target _identity_on_deepest_tap",
     "train/losses.py": "",
-    "train/recipe.py": "Recipe.gamma Recipe.has_selector Recipe.prefix_choices learning_rate draft_config "
+    "train/recipe.py": "Recipe.decay Recipe.has_selector Recipe.prefix_choices learning_rate draft_config "
     "_method_parts",
     "train/start.py": "take_tensors freeze_others",
     "train/store.py": "pack",
+    "train/data.py": "split draft_vocabulary label_table",
     "train/trainer.py": "Trainer._build Trainer._train_step Trainer._draw Trainer._draw_parts Trainer.loss "
-    "Trainer._part_loss Trainer._selector_loss Trainer._teacher _split _draft_vocabulary _label_table "
-    "_parameter_groups",
+    "Trainer._part_loss Trainer._selector_loss Trainer._teacher _parameter_groups",
 }
 
 

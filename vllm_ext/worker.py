@@ -61,20 +61,38 @@ class Worker:
         from vllm import SamplingParams
 
         params = SamplingParams(
-            **sampling.model_dump(exclude={"logits"}),
+            **sampling.model_dump(exclude={"logits", "rounds"}),
             logprobs=sampling.logits,
             detokenize=self._tokenizer is not None,
         )
         before = self._counters()
         began = time.perf_counter()
-        outputs = self._llm.generate(
-            [list(prompt) for prompt in prompts],
-            params,
-            use_tqdm=self._bar,
-        )
+        if sampling.rounds:
+            completions = self._round_by_round(prompts, params)
+        else:
+            outputs = self._llm.generate([list(prompt) for prompt in prompts], params, use_tqdm=self._bar)
+            completions = tuple(completion(output.outputs[0]) for output in outputs)
         seconds = time.perf_counter() - began
-        completions = tuple(completion(output.outputs[0]) for output in outputs)
         return Generated(completions=completions, seconds=seconds, counters=difference(before, self._counters()))
+
+    def _round_by_round(self, prompts: Sequence[Sequence[int]], params: Any) -> tuple[Completion, ...]:
+        """As ``LLM.generate``, but step by step: what a request gains in a step is what its round emitted."""
+        from vllm import TokensPrompt
+        from vllm.sampling_params import RequestOutputKind
+
+        params.output_kind = RequestOutputKind.DELTA
+        engine = self._llm.llm_engine
+        pieces: list[list[Any]] = [[] for _ in prompts]
+        began = time.monotonic_ns()
+        for number, prompt in enumerate(prompts):
+            engine.add_request(f"{began}-{number}", TokensPrompt(prompt_token_ids=list(prompt)), params)
+        done = 0
+        while engine.has_unfinished_requests():
+            for output in engine.step():
+                pieces[int(output.request_id.rpartition("-")[2])].append(output.outputs[0])
+                done += output.finished
+            self._channel.send({"progress": [done, len(prompts)]})
+        return tuple(joined(parts) for parts in pieces)
 
     def _bar(self, iterable: Any = None, *, total: int = 0, **_: Any) -> Any:
         # vLLM wraps the adding of requests in a bar of its own; that takes no time worth telling.
@@ -146,6 +164,17 @@ def completion(sample: Any) -> Completion:
         ]
         logits = tuple(tuple(row) for row in rows)
     return Completion(ids=tuple(sample.token_ids), text=sample.text, finish_reason=sample.finish_reason, logits=logits)
+
+
+def joined(pieces: Sequence[Any]) -> Completion:
+    """What a request gained step by step as one record; a step in which it gained nothing was none of its rounds."""
+    gained = [piece for piece in pieces if piece.token_ids]
+    return Completion(
+        ids=tuple(token for piece in gained for token in piece.token_ids),
+        text="".join(piece.text for piece in pieces),
+        finish_reason=pieces[-1].finish_reason,
+        emitted=tuple(len(piece.token_ids) for piece in gained[1:]),
+    )
 
 
 if __name__ == "__main__":

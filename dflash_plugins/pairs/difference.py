@@ -2,7 +2,8 @@
 
 The shipped folder holds a whole ``config.json``, the tensors that are new or not bit for bit the base's, and
 ``difference.json``: the name of the base, the checksums of the base's files that it was made from, those of its own
-files, and which tensors are stored without their all-zero rows. ``apply_difference`` makes the whole drafter of the two
+files, which tensors are stored without their all-zero rows, and which as rounded changes of the base's
+(see :mod:`dflash_plugins.pairs.rounded`). ``apply_difference`` makes the whole drafter of the two
 folders; both come without their reduced head (see :mod:`dflash_plugins.pairs.cut_head`).
 """
 
@@ -31,7 +32,10 @@ _BASES = ("model.safetensors", VOCABULARY_FILE)
 
 
 class Difference(BaseModel):
-    """``difference.json``. Checksums are SHA-256 in hex by file name; ``zero_rows`` gives a tensor's number of rows."""
+    """``difference.json``. Checksums are SHA-256 in hex by file name; ``zero_rows`` gives a tensor's number of rows.
+
+    Of a tensor in ``rounded`` codes and scales of its change are stored.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
@@ -39,6 +43,7 @@ class Difference(BaseModel):
     base_sha256: Mapping[str, str]
     sha256: Mapping[str, str]
     zero_rows: Mapping[str, int] = {}
+    rounded: tuple[str, ...] = ()
 
 
 def read_difference(folder: Path) -> Difference | None:
@@ -52,12 +57,15 @@ def read_difference(folder: Path) -> Difference | None:
         raise BadInput(f"{path}: not the description of a difference ({error})") from error
 
 
-def make_difference(drafter: Path, base: Path, name: str, out: Path) -> None:
+def make_difference(drafter: Path, base: Path, name: str, out: Path, *, rounded: bool = False) -> None:
     """Writes to the new folder ``out`` what ``drafter`` has that ``base``, shipped as ``name``, has not.
 
-    Both are whole and without their reduced head. BadInput when the base is a difference itself, holds a tensor that
-    the drafter lacks, or may propose other tokens.
+    Both are whole and without their reduced head. With ``rounded`` changes of the base's matrices take four bits per
+    weight, and what ``apply_difference`` makes is not ``drafter`` but near it. BadInput when the base is a difference
+    itself, holds a tensor that the drafter lacks, or may propose other tokens.
     """
+    from dflash_plugins.pairs.rounded import CODES_SUFFIX, SCALES_SUFFIX, can_round, round_change
+
     config, tensors = read_checkpoint(drafter)
     _, before = read_checkpoint(base)
     if read_difference(base) is not None:
@@ -67,10 +75,17 @@ def make_difference(drafter: Path, base: Path, name: str, out: Path) -> None:
     if _vocabulary_bytes(drafter) != _vocabulary_bytes(base):
         raise BadInput(f"{drafter}: may propose other tokens than its base")
     changed = {key: value for key, value in tensors.items() if key not in before or not _same(value, before[key])}
-    kept, zero_rows = _without_zero_rows(changed)
+    changes = {key for key in changed if rounded and key in before and can_round(changed[key], before[key])}
+    kept, zero_rows = _without_zero_rows({key: value for key, value in changed.items() if key not in changes})
+    for key in changes:
+        kept[key + CODES_SUFFIX], kept[key + SCALES_SUFFIX] = round_change(changed[key], before[key])
     write_checkpoint(out, config, kept)
     difference = Difference(
-        base=name, base_sha256=_checksums(base, _BASES), sha256=_checksums(out, _OWN), zero_rows=zero_rows
+        base=name,
+        base_sha256=_checksums(base, _BASES),
+        sha256=_checksums(out, _OWN),
+        zero_rows=zero_rows,
+        rounded=tuple(sorted(changes)),
     )
     (out / DIFFERENCE_FILE).write_text(difference.model_dump_json(indent=1) + "\n", encoding="utf-8")
     copy_card(drafter, out)
@@ -95,12 +110,17 @@ def apply_difference(folder: Path, base: Path, out: Path) -> None:
 
     Call ``require_fitting`` before: nothing is checked here.
     """
+    from dflash_plugins.pairs.rounded import CODES_SUFFIX, SCALES_SUFFIX, with_change
+
     difference = read_difference(folder)
     if difference is None:
         raise BadInput(f"{folder}: holds no {DIFFERENCE_FILE}")
     config, tensors = read_checkpoint(folder)
     _, whole = read_checkpoint(base)
-    write_checkpoint(out, config, whole | _with_zero_rows(tensors, difference.zero_rows))
+    own = _with_zero_rows(tensors, difference.zero_rows)
+    for key in difference.rounded:
+        own[key] = with_change(whole[key], own.pop(key + CODES_SUFFIX), own.pop(key + SCALES_SUFFIX))
+    write_checkpoint(out, config, whole | own)
     if (base / VOCABULARY_FILE).is_file():
         shutil.copyfile(base / VOCABULARY_FILE, out / VOCABULARY_FILE)
     copy_card(folder, out)

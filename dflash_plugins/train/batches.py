@@ -4,12 +4,34 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from dflash_plugins.train.losses import IGNORED
-from dflash_plugins.train.store import FeatureStore, SequenceRef
+from dflash_plugins.train.store import SequenceRef, StoreMeta
+
+
+class Source(Protocol):
+    """Where training has answers and features from: a ``FeatureStore``, or ``LiveFeatures`` that computes them."""
+
+    paths: list[Path]
+    meta: StoreMeta
+    sequences: list[SequenceRef]
+
+    def sources(self) -> list[str]:
+        """The source name of every sequence, in the order of ``sequences``."""
+
+    def ids(self, ref: SequenceRef) -> Tensor:
+        """int32 [T], prompt and response."""
+
+    def rows(self, ref: SequenceRef, name: str) -> Tensor:
+        """Rows of ``features`` or ``final`` of one sequence, bf16 [T, width], on any device."""
+
+    def prepare(self, refs: Sequence[SequenceRef]) -> None:
+        """Told before ``rows`` of ``refs`` are asked for."""
 
 
 @dataclass(frozen=True)
@@ -50,11 +72,12 @@ def every_anchor(ref: SequenceRef) -> Tensor:
     return torch.arange(ref.prompt_length, ref.stop - ref.start - 1)
 
 
-def make_batch(store: FeatureStore, refs: Sequence[SequenceRef], anchors: Sequence[Tensor], k: int) -> Batch:
+def make_batch(store: Source, refs: Sequence[SequenceRef], anchors: Sequence[Tensor], k: int) -> Batch:
     """A batch of ``refs`` with the same number of anchors in each."""
+    store.prepare(refs)
     parts = [_sequence(store, ref, chosen, k) for ref, chosen in zip(refs, anchors, strict=True)]
     lengths = torch.tensor([ref.stop - ref.start for ref in refs])
-    features = torch.zeros(len(refs), int(lengths.max()), parts[0][0].shape[-1], dtype=parts[0][0].dtype)
+    features = parts[0][0].new_zeros(len(refs), int(lengths.max()), parts[0][0].shape[-1])
     for row, (rows, *_) in enumerate(parts):
         features[row, : rows.shape[0]] = rows
     _, ids, labels, final = zip(*parts, strict=True)
@@ -63,7 +86,7 @@ def make_batch(store: FeatureStore, refs: Sequence[SequenceRef], anchors: Sequen
     )
 
 
-def _sequence(store: FeatureStore, ref: SequenceRef, anchors: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _sequence(store: Source, ref: SequenceRef, anchors: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     ids = store.ids(ref).long()
     slots = anchors[:, None] + torch.arange(1, k + 1)
     inside = slots < ids.shape[0]

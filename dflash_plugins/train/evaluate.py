@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from dflash_plugins.drafter import Drafter
+from dflash_plugins.drafter import Drafter, load_drafter
 from dflash_plugins.methods.base import choose_by_argmax, draft_in_passes
 from dflash_plugins.pair import served_prefix_lengths
 from dflash_plugins.selector import Choice
-from dflash_plugins.train.batches import Batch, every_anchor, make_batch
+from dflash_plugins.train.batches import Batch, Source, every_anchor, make_batch
 from dflash_plugins.train.blocks import BatchBackbone
+from dflash_plugins.train.data import require_same_target, split
+from dflash_plugins.train.initialise import TargetTensors
 from dflash_plugins.train.store import FeatureStore, SequenceRef
 
 ANCHORS_AT_ONCE = 64
@@ -56,7 +59,7 @@ def _choose_and_keep(scores: Tensor, _first: int) -> Choice:
 
 
 @torch.no_grad()
-def held_out(drafter: Drafter, store: FeatureStore, refs: Sequence[SequenceRef], k: int) -> HeldOut:
+def held_out(drafter: Drafter, store: Source, refs: Sequence[SequenceRef], k: int) -> HeldOut:
     """Walks the rounds that serving would run on the answers ``refs``: anchor, accepted prefix, correction, again."""
     found = [_at_every_position(drafter, store, ref, k) for ref in refs]
     accepted = [a for lengths, _ in found for a in _walk(lengths)]
@@ -66,9 +69,7 @@ def held_out(drafter: Drafter, store: FeatureStore, refs: Sequence[SequenceRef],
     return HeldOut(len(accepted), 1.0 + sum(by_slot), by_slot, recall)
 
 
-def _at_every_position(
-    drafter: Drafter, store: FeatureStore, ref: SequenceRef, k: int
-) -> tuple[list[int], list[Tensor]]:
+def _at_every_position(drafter: Drafter, store: Source, ref: SequenceRef, k: int) -> tuple[list[int], list[Tensor]]:
     """Accepted prefix of a block at every response position whose K successors are known, and what was a candidate."""
     lengths: list[int] = []
     covered: list[Tensor] = []
@@ -87,3 +88,13 @@ def _walk(lengths: Sequence[int]) -> list[int]:
         accepted.append(lengths[at])
         at += lengths[at] + 1
     return accepted
+
+
+def held_out_of(folder: Path, target: Path, store: Path, k: int, sequences: int = 128) -> HeldOut:
+    """Of the drafter in ``folder`` for ``target``: rounds over the answers of ``store`` that no run trains on."""
+    drafter, tensors, features = load_drafter(folder, dtype=torch.float32), TargetTensors(target), FeatureStore(store)
+    require_same_target(features, target)
+    drafter.bind(tensors.embedding(), tensors.head())
+    _, held = split(features, sequences, drafter.config.block_size)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        return held_out(drafter.eval(), features, held, k)

@@ -55,14 +55,15 @@ class TargetTensors:
 def initialise_from_target(drafter: Drafter, tensors: TargetTensors, num_target_layers: int) -> list[str]:
     """Copies the target's last layers, its final norm and its features' identity; returns what was written.
 
-    Drafter layer i of n starts as target layer L - n + i where shapes agree. ``fc`` passes the deepest tapped layer on.
+    Drafter layer i of n starts as target layer L - n + i where there is one and shapes agree. ``fc`` passes the deepest
+    tapped layer on.
     """
     config = drafter.config
     written = []
     first = num_target_layers - config.num_layers
     state = dict(drafter.named_parameters())
     with torch.no_grad():
-        for layer in range(config.num_layers):
+        for layer in range(max(0, -first), config.num_layers):
             for part in _LAYER_PARTS:
                 source = f"model.layers.{first + layer}.{part}.weight"
                 written += _copy(state, f"layers.{layer}.{part}.weight", tensors.get(source))

@@ -45,6 +45,7 @@ def block_loss(
     *,
     teacher: Tensor | None = None,
     soft_share: float = 0.0,
+    expected_weight: float = 0.0,
     processes: Processes = ALONE,
 ) -> Tensor:
     """Weighted mean over slots of hard and soft cross-entropy, a scalar.
@@ -52,6 +53,7 @@ def block_loss(
     ``logits`` [N, K, V_draft]; ``labels`` int64 [N, K] in rows of the draft's head, ``IGNORED`` where the true token is
     unknown or not in the head; ``weights`` fp32 [K]; ``teacher`` logits [N, K, V_draft] of the target over the same
     rows. ``soft_share`` of the loss is the cross-entropy to the teacher's distribution, the rest that to the label.
+    ``expected_weight`` times ``unexpected`` is added.
     """
     log_q = F.log_softmax(at_least_fp32(logits), dim=-1)
     known = labels != IGNORED
@@ -59,7 +61,19 @@ def block_loss(
     per_slot = -picked * (1.0 - soft_share)
     if teacher is not None and soft_share > 0.0:
         per_slot = per_slot - (at_least_fp32(teacher).softmax(-1) * log_q).sum(-1) * soft_share
-    return _weighted_mean(per_slot, weights * known, processes)
+    loss = _weighted_mean(per_slot, weights * known, processes)
+    return loss + expected_weight * unexpected(picked, known, processes) if expected_weight else loss
+
+
+def unexpected(log_q: Tensor, known: Tensor, processes: Processes = ALONE) -> Tensor:
+    """K minus the number of proposals that are expected to be accepted, over K: mean over blocks, a scalar in [0, 1].
+
+    ``log_q`` [N, K] of the true tokens; ``known`` bool [N, K]. Slot k counts with q_1 * ... * q_k, the chance that
+    drawn proposals agree with the truth so far; where a true token cannot be proposed nothing after it counts. Unlike
+    a cross-entropy it spends nothing on tokens that are out of reach. Blocks without a known slot are left out.
+    """
+    accepted = torch.where(known, log_q.exp(), torch.zeros_like(log_q)).cumprod(-1).mean(-1)
+    return _weighted_mean(1.0 - accepted, known.any(-1).to(log_q.dtype), processes)
 
 
 def keep_best(logits: Tensor, count: int | None) -> Tensor:
@@ -79,6 +93,7 @@ def selector_loss(
     previous: Tensor,
     weights: Tensor,
     *,
+    expected_weight: float = 0.0,
     processes: Processes = ALONE,
 ) -> Tensor:
     """Weighted mean over slots of the selector's cross-entropy over the candidates, a scalar.
@@ -86,11 +101,13 @@ def selector_loss(
     ``hidden`` [N, K, H] (final norm); ``candidate_ids`` target ids [N, K, C] and their logits ``unary`` [N, K, C];
     ``labels`` int64 [N, K] and ``previous`` int64 [N, K], the TRUE token of each slot and the true one before it, both
     target ids, ``IGNORED`` where unknown; ``weights`` fp32 [K]. A slot whose true token is no candidate is left out.
+    ``expected_weight`` times ``unexpected`` of the walk is added.
     """
     log_q = F.log_softmax(move_scores(selector, hidden, previous.clamp_min(0), candidate_ids, unary), dim=-1)
     true = candidate_ids == labels[..., None]
-    per_slot = -torch.where(true, log_q, torch.zeros_like(log_q)).sum(-1)
-    return _weighted_mean(per_slot, weights * true.any(-1), processes)
+    picked, known = torch.where(true, log_q, torch.zeros_like(log_q)).sum(-1), true.any(-1)
+    loss = _weighted_mean(-picked, weights * known, processes)
+    return loss + expected_weight * unexpected(picked, known, processes) if expected_weight else loss
 
 
 def at_least_fp32(values: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Training prompts without a hub: what the target writes itself, Python's own docstrings, a chat corpus, word problems.
+"""Training prompts without a hub: what the target writes itself, what people wrote in packages, word problems.
 
 No prompt of a measuring set may enter (:mod:`dflash_plugins.pairs.prompts` guards). Everything follows from one seed.
 
@@ -7,7 +7,9 @@ Sources, each named in the data and in the model card:
 ``self``        the target completes the user's turn after a short opening (licence: the target's, Apache-2.0)
 ``stdlib``      signature and docstring of functions of Python's standard library (PSF-2.0)
 ``chatterbot``  questions of the ``chatterbot-corpus`` package, English part (BSD-3-Clause)
-``problems``    word problems from the templates in this file
+``problems``    word problems from the templates of ``prompt_parts.yaml``
+
+With a folder that ``ci/fetch_sources.py`` made, every source of :mod:`dflash_plugins.train.sources` comes in, too.
 """
 
 from __future__ import annotations
@@ -21,11 +23,12 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
+from itertools import chain, islice, zip_longest
 from pathlib import Path
 
 import yaml
 
-MAX_PROMPT_CHARS = 900
+from dflash_plugins.train.sources import MAX_PROMPT_CHARS, catalogue, distinct, read_sources
 
 
 @dataclass(frozen=True)
@@ -59,15 +62,51 @@ class Prompt:
     stub: bool = False
 
 
-def training_prompts(*, total: int, seed: int, chatterbot: Path | None = None) -> list[Prompt]:
-    """``total`` prompts and openings, shuffled so that any first part is a fair mixture."""
+def training_prompts(
+    *, total: int, seed: int, chatterbot: Path | None = None, sources: Path | None = None
+) -> list[Prompt]:
+    """``total`` prompts and openings, shuffled so that any first part is a fair mixture.
+
+    ``sources`` is a folder of ``ci/fetch_sources.py``: then no two prompts are the same words, and each kind of source
+    has the share that ``sources.yaml`` gives it, or all that it has. The rest are openings for the target to complete.
+    """
     rng = random.Random(seed)  # noqa: S311
+    prompts = _mixed(total, rng, chatterbot, sources) if sources else _plain(total, rng, chatterbot)
+    prompts += _openings(total - len(prompts), rng)
+    rng.shuffle(prompts)
+    return prompts
+
+
+def _plain(total: int, rng: random.Random, chatterbot: Path | None) -> list[Prompt]:
     stdlib = list(_stdlib_stubs())
     corpus = list(_chatterbot_questions(chatterbot))
     rng.shuffle(stdlib)
     rng.shuffle(corpus)
-    parts = [stdlib[: total * 16 // 100], corpus[: total * 12 // 100], _repeat(_problem, total * 16 // 100, rng)]
-    rest = total - sum(map(len, parts))
+    return stdlib[: total * 16 // 100] + corpus[: total * 12 // 100] + _repeat(_problem, total * 16 // 100, rng)
+
+
+def _mixed(total: int, rng: random.Random, chatterbot: Path | None, sources: Path) -> list[Prompt]:
+    seen: set[str] = set()
+    texts = read_sources(sources, seen)
+    shares = catalogue().shares
+    problems = _repeat(_problem, 2 * (total * shares["problems"] // 100), rng)  # twice: some come out the same
+    own = {"stdlib": _stdlib_stubs(), "chatterbot": _chatterbot_questions(chatterbot), "problems": problems}
+    texts |= {name: {name: distinct((prompt.text for prompt in prompts), seen)} for name, prompts in own.items()}
+    return [
+        prompt
+        for kind, percent in shares.items()
+        for prompt in _evenly(texts.get(kind, {}), total * percent // 100, rng)
+    ]
+
+
+def _evenly(texts: dict[str, list[str]], count: int, rng: random.Random) -> list[Prompt]:
+    """``count`` prompts, one of each source in turn, so that a large source does not crowd out the small ones."""
+    queues = [[Prompt(text, name) for text in rng.sample(pool, len(pool))] for name, pool in texts.items()]
+    turns = chain.from_iterable(zip_longest(*queues))
+    return list(islice((prompt for prompt in turns if prompt is not None), count))
+
+
+def _openings(count: int, rng: random.Random) -> list[Prompt]:
     makers: tuple[Callable[[random.Random], Prompt], ...] = (
         _chat,
         _chat,
@@ -78,10 +117,7 @@ def training_prompts(*, total: int, seed: int, chatterbot: Path | None = None) -
         _problem_opening,
         _problem_opening,
     )
-    parts.append([makers[i % len(makers)](rng) for i in range(rest)])
-    prompts = [prompt for part in parts for prompt in part]
-    rng.shuffle(prompts)
-    return prompts
+    return [makers[i % len(makers)](rng) for i in range(count)]
 
 
 def _repeat(maker: Callable[[random.Random], Prompt], count: int, rng: random.Random) -> list[Prompt]:

@@ -39,6 +39,8 @@ class Recipe:
     A run resumes only under the same recipe, but for ``steps``: a longer or shorter end may be chosen on the way.
 
     short_k, short_share    this share of the steps runs blocks of ``short_k`` masks, the others of B - 1
+    gamma                   decay of the slot weights exp(-(k - 1) / gamma); None: 7, 5, 4 for blocks of 16, 10, 8
+    expected_weight         weight of a loss that falls with the number of proposals expected to be accepted
     soft_share              share of the loss that is the cross-entropy to the target's distribution
     accumulate              turns in which a process runs its share of a step; each weighs the same
     soft_top_k              of the target's distribution only that many best tokens, as one of their own; None: all
@@ -63,6 +65,8 @@ class Recipe:
     short_share: Share = 0.5
     learning_rate: Positive = 1e-3
     weight_decay: NonNegative = 0.05
+    gamma: Positive | None = None
+    expected_weight: NonNegative = 0.0
     soft_share: Share = 0.5
     soft_top_k: Count | None = None
     seed: int = 1
@@ -102,9 +106,22 @@ class Recipe:
         if wrong := [sentence for fault, sentence in faults if fault]:
             raise BadInput("; ".join(wrong))
 
-    def gamma(self) -> float:
-        """Decay of the slot weights."""
-        return GAMMA_BY_BLOCK.get(self.block_size, self.block_size / 2)
+    def decay(self) -> float:
+        """Gamma of the slot weights: the one that was set, or that of the block size."""
+        return self.gamma or GAMMA_BY_BLOCK.get(self.block_size, self.block_size / 2)
+
+    def blocks_per_step(self) -> int:
+        """Blocks of all processes in one step."""
+        return self.sequences_per_step * self.anchors_per_sequence
+
+    def masks(self) -> tuple[tuple[int, float], ...]:
+        """The numbers of masks that steps run, and the share of the steps that run each."""
+        share = self.short_share if self.short_k else 0.0
+        return ((self.short_k or 0, share), (self.block_size - 1, 1.0 - share))
+
+    def watched_k(self) -> int:
+        """Proposals of the held-out rounds that are walked while training."""
+        return self.short_k if self.short_k and self.short_share else self.block_size - 1
 
     def has_selector(self) -> bool:
         """Whether the drafter has a selector and convolutions."""

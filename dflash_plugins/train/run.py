@@ -13,6 +13,8 @@ from dflash_plugins.config import ARCHITECTURE_OF
 from dflash_plugins.errors import BadInput
 from dflash_plugins.train.answers import build_store, read_answers
 from dflash_plugins.train.export import DRAFTER_FOLDER, export_drafter, model_card
+from dflash_plugins.train.journal import Journal
+from dflash_plugins.train.live import LiveFeatures
 from dflash_plugins.train.recipe import Recipe
 from dflash_plugins.train.state import trained_parameters
 from dflash_plugins.train.trainer import Progress, Trainer, leave_together, on_cpu
@@ -55,45 +57,59 @@ def run(
     steps: int | None = None,
     minutes: float | None = None,
     settings: dict[str, Any] | None = None,
+    divided: bool = False,
+    held_out_every: int | None = None,
     report: Report = lambda stage, done, total: None,
 ) -> TrainReport | None:
     """Trains (or goes on training) a drafter for ``target`` on the feature store ``data`` and exports it to ``out``.
 
     ``minutes`` ends this leg after that time; running the same command again continues it. ``settings`` are fields of
     :class:`Recipe` as ``--set KEY=VALUE`` gives them. Raises BadInput for a method, path or setting that is not usable.
+    What a run tells while it goes on is kept in ``LOG_FILE`` of ``out``, a JSON line every few steps: loss, accuracy by
+    slot, and after every ``held_out_every`` steps (None: a twentieth of all) rounds walked over a few held-out answers.
     Of several processes (torchrun, accelerate) the first one exports and reports; the others return None.
     """
     settings = dict(settings or {})
-    layer_ids = settings.pop("target_layer_ids", None)
+    layer_ids, features = settings.pop("target_layer_ids", None), settings.pop("features", "stored")
     recipe = _recipe(method, steps, settings)
     state = PartialState(cpu=on_cpu())
     report = report if state.is_main_process else lambda stage, done, total: None
     with state.main_process_first():
-        store = _store(data, target, layer_ids, report)
-    trainer = Trainer(recipe, target, store, out)
+        store = _store(data, target, layer_ids, features, report)
+    trainer = Trainer(recipe, target, store, out, divided=divided)
     if trainer.taken:
         report(f"first weights from {recipe.start_from}, tensors", len(trainer.taken), len(trainer.taken))
-    losses: list[float] = []
+    journal = Journal(out, trainer.step) if state.is_main_process else None
 
     def tell(progress: Progress) -> None:
-        losses.append(progress.loss)
-        report("training", progress.step, progress.steps)
+        if journal is not None:
+            report(f"training: {journal.add(progress)}", progress.step, progress.steps)
 
-    finished = trainer.run(until=(minutes or float("inf")) * 60.0, tell=tell)
+    every = held_out_every or max(1, recipe.steps // 20)
+    until = float("inf") if minutes is None else minutes * 60.0
+    finished = trainer.run(until=until, tell=tell, held_out_every=every)
+    trainer.undivide()
     leave_together()
-    if not state.is_main_process:
+    if journal is None:
         return None
-    document = _report(trainer, finished, losses[-100:])
+    document = _report(trainer, finished, journal.loss())
     card = model_card(trainer, document.model_dump(mode="json"))
     export_drafter(trainer.drafter, Path(document.path), card, trainer.dtype)
     return document
 
 
-def _store(data: Path, target: Path, layer_ids: Any, report: Report) -> Path:
-    """The feature store: ``data`` itself, or made beside it when it is a JSON-lines file of answers."""
+def _store(data: Path, target: Path, layer_ids: Any, features: Any, report: Report) -> Path | LiveFeatures:
+    """The feature store: ``data`` itself, or made beside it when it is a JSON-lines file of answers.
+
+    Of such a file with ``features`` "live" instead the answers, whose features are computed while training runs.
+    """
+    if features not in ("live", "stored"):
+        raise BadInput(f"--set features={features}: known are live, stored")
     if not target.is_dir():
         raise BadInput(f"--target {target}: no such folder")
     if data.is_dir():
+        if features == "live":
+            raise BadInput("--set features=live: a feature store holds its features; give a file of answers")
         if layer_ids is not None:
             raise BadInput("--set target_layer_ids: the feature store has its own; leave it out")
         return data
@@ -101,6 +117,8 @@ def _store(data: Path, target: Path, layer_ids: Any, report: Report) -> Path:
         raise BadInput(f"--data {data}: no such file or folder")
     if not isinstance(layer_ids, list) or not layer_ids:
         raise BadInput("--set target_layer_ids=[...]: name the layers of the target to read; none is guessed")
+    if features == "live":
+        return LiveFeatures(data, target, layer_ids)
     folder = data.with_name(data.name + ".features")
     build_store(read_answers(data, target), target, layer_ids, folder, report=report)
     return folder
@@ -112,7 +130,7 @@ def _recipe(method: str, steps: int | None, settings: dict[str, Any]) -> Recipe:
     return Recipe.of({**settings, **({} if steps is None else {"steps": steps}), "method": method})
 
 
-def _report(trainer: Trainer, finished: bool, losses: list[float]) -> TrainReport:
+def _report(trainer: Trainer, finished: bool, loss: float | None) -> TrainReport:
     recipe = trainer.recipe
     whole_k = recipe.block_size - 1
     served = {k: trainer.evaluate(k) for k in sorted({*EVALUATED_AT, whole_k}) if k <= whole_k}
@@ -123,10 +141,10 @@ def _report(trainer: Trainer, finished: bool, losses: list[float]) -> TrainRepor
         step=trainer.step,
         steps=recipe.steps,
         seconds=trainer.seconds,
-        blocks=trainer.step * recipe.sequences_per_step * recipe.anchors_per_sequence,
+        blocks=trainer.step * recipe.blocks_per_step(),
         training_flops=float(FLOPS_PER_WEIGHT * trainer.multiplications_per_step() * trainer.step),
         response_tokens=trainer.response_tokens(),
-        loss=sum(losses) / len(losses) if losses else None,
+        loss=loss,
         accepted_by_slot=list(whole.accepted_by_slot),
         emitted_per_round=whole.emitted_per_round,
         held_out={

@@ -11,19 +11,25 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from dflash_plugins.errors import BadInput
+from dflash_plugins.train.sharding import divided_like, whole
 from dflash_plugins.train.store import whole_file
 
 STATE_FILE = "training-state.safetensors"
 
 
-def save_state(folder: Path, drafter: torch.nn.Module, optimizer: torch.optim.Optimizer, facts: dict[str, Any]) -> None:
-    """Writes the state beside its place and renames it. ``facts`` must hold ``step`` and whatever must agree later."""
+def state_tensors(drafter: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    """Weights and moments, each as one piece; of a divided drafter every process has to ask."""
     tensors = {}
     for name, parameter in trained_parameters(drafter).items():
-        tensors[f"weight.{name}"] = parameter.detach().contiguous()
+        tensors[f"weight.{name}"] = whole(parameter.detach()).contiguous()
         for moment in ("exp_avg", "exp_avg_sq"):
             if parameter in optimizer.state:
-                tensors[f"{moment}.{name}"] = optimizer.state[parameter][moment].contiguous()
+                tensors[f"{moment}.{name}"] = whole(optimizer.state[parameter][moment]).contiguous()
+    return tensors
+
+
+def save_state(folder: Path, tensors: dict[str, torch.Tensor], facts: dict[str, Any]) -> None:
+    """Writes the state beside its place and renames it. ``facts`` must hold ``step`` and whatever must agree later."""
     with whole_file(folder / STATE_FILE) as partial:
         save_file(tensors, partial, metadata={"facts": json.dumps(facts, sort_keys=True)})
 
@@ -53,14 +59,13 @@ def load_state(
         raise BadInput(f"{path}: of another run; (found, wanted): {wrong}. Choose another --out or remove it")
     step = int(facts["step"])
     for name, parameter in trained_parameters(drafter).items():
-        parameter.data.copy_(file.get_tensor(f"weight.{name}"))
+        parameter.data.copy_(divided_like(file.get_tensor(f"weight.{name}"), parameter))
         if step == 0:
             continue  # saved before the first step: the optimizer had nothing to keep
-        optimizer.state[parameter] = {
-            "step": torch.tensor(float(step)),
-            "exp_avg": file.get_tensor(f"exp_avg.{name}").to(parameter.device),
-            "exp_avg_sq": file.get_tensor(f"exp_avg_sq.{name}").to(parameter.device),
+        moments = {
+            moment: divided_like(file.get_tensor(f"{moment}.{name}"), parameter) for moment in ("exp_avg", "exp_avg_sq")
         }
+        optimizer.state[parameter] = {"step": torch.tensor(float(step)), **moments}
     return dict(facts)
 
 

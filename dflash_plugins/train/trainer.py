@@ -10,7 +10,6 @@ import contextlib
 import json
 import math
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -25,8 +24,9 @@ from dflash_plugins.drafter import Drafter
 from dflash_plugins.errors import BadInput
 from dflash_plugins.selector import candidates
 from dflash_plugins.train.answers import target_fingerprint
-from dflash_plugins.train.batches import Batch, make_batch, random_anchors
+from dflash_plugins.train.batches import Batch, Source, make_batch, random_anchors
 from dflash_plugins.train.blocks import BatchBackbone
+from dflash_plugins.train.data import draft_vocabulary, label_table, require_same_target, split
 from dflash_plugins.train.evaluate import HeldOut, held_out
 from dflash_plugins.train.initialise import TargetTensors, initialise_from_target
 from dflash_plugins.train.losses import (
@@ -40,11 +40,14 @@ from dflash_plugins.train.losses import (
     slot_weights,
 )
 from dflash_plugins.train.recipe import Recipe, draft_config, learning_rate
+from dflash_plugins.train.sharding import average_now, gathered, shard, whole
 from dflash_plugins.train.start import freeze_others, load_start, require_same_geometry, take_tensors
-from dflash_plugins.train.state import load_state, save_state, trained_parameters
+from dflash_plugins.train.state import load_state, save_state, state_tensors, trained_parameters
 from dflash_plugins.train.store import FeatureStore, SequenceRef
 
 SAVE_EVERY_SECONDS = 300.0
+ACCURACY_EVERY = 10
+WATCHED_SEQUENCES = 16
 _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
@@ -56,14 +59,22 @@ class Part:
     last: int
 
 
-@dataclass
+@dataclass(frozen=True)
 class Progress:
-    """What a run tells its caller after every step."""
+    """What a run tells its caller after every step of blocks of ``k`` masks.
+
+    ``accuracy``: every few steps, the share of its blocks whose best token is the true one, slot by slot; a slot after
+    a given prefix was drafted behind the true tokens. ``held_out``: now and then, rounds walked over a few answers that
+    are not trained on.
+    """
 
     step: int
     steps: int
     loss: float
     blocks_per_second: float
+    k: int
+    accuracy: tuple[float, ...] | None = None
+    held_out: HeldOut | None = None
 
 
 class _Step(nn.Module):
@@ -80,28 +91,33 @@ class _Step(nn.Module):
 
 
 class Trainer:
-    """One run: builds the drafter, walks the steps, saves, evaluates. ``target`` and ``data`` are folders.
+    """One run: builds the drafter, walks the steps, saves, evaluates.
 
+    ``target`` is a folder; ``data`` one of stored features, or whatever else gives answers and features.
     Started in several processes (torchrun, accelerate), each takes its share of the sequences of every step, and the
-    gradients are averaged: steps, losses and weights are those of one process. The first one saves.
+    gradients are averaged: steps, losses and weights are those of one process. The first one saves. ``divided``: every
+    process keeps a part of the drafter (FSDP2) instead of all of it.
     """
 
-    def __init__(self, recipe: Recipe, target: Path, data: Path, out: Path) -> None:
+    def __init__(self, recipe: Recipe, target: Path, data: Path | Source, out: Path, *, divided: bool = False) -> None:
         recipe.require()
         self.recipe, self.out = recipe, out
         self.accelerator = _accelerator()
         self.processes = _processes(self.accelerator)
+        self._divided = divided
         self._require_shares()
-        self.store = FeatureStore(data)
-        _require_same_target(self.store, target)
+        self.store: Source = FeatureStore(data) if isinstance(data, Path) else data
+        require_same_target(self.store, target)
         self.tensors = TargetTensors(target)
-        self.train_refs, self.held_refs = _split(self.store, recipe.held_out_sequences, recipe.block_size)
+        self.train_refs, self.held_refs = split(self.store, recipe.held_out_sequences, recipe.block_size)
         start = load_start(recipe.start_from)
         self.vocabulary = self._vocabulary(start)
         self.taken: list[str] = []
         self.drafter = self._build(target, start).to(self.device)
         freeze_others(self.drafter, recipe.train_only)
-        self.label_of = _label_table(self.vocabulary, self.drafter.config.vocab_size).to(self.device)
+        self.label_of = label_table(self.vocabulary, self.drafter.config.vocab_size).to(self.device)
+        self._right: Tensor | None = None
+        self._module = self._shared(_Step(self))
         groups = _parameter_groups(self.drafter, recipe.weight_decay)
         self.optimizer = torch.optim.AdamW(groups, lr=recipe.learning_rate, betas=(0.9, 0.95))
         self.facts = self._facts()
@@ -109,7 +125,6 @@ class Trainer:
         self.step = int(found.get("step", 0))
         self._refuse_lost_data(int(found.get("shards", 0)))
         self.seconds = float(found.get("seconds", 0.0))
-        self._module = self.accelerator.prepare_model(_Step(self))
 
     @property
     def device(self) -> torch.device:
@@ -118,18 +133,27 @@ class Trainer:
 
     def _require_shares(self) -> None:
         processes, sequences = self.accelerator.num_processes, self.recipe.sequences_per_step
+        if self._divided and processes == 1:
+            raise BadInput("--divide: there is one process, and nobody to share with; start with torchrun")
         if sequences % (processes * self.recipe.accumulate):
             raise BadInput(
                 f"sequences_per_step {sequences} cannot be shared by {processes} processes in {self.recipe.accumulate} "
                 "turns (accumulate): choose a multiple of both"
             )
 
+    def _shared(self, step: _Step) -> nn.Module:
+        """The step, so that its gradients are averaged over processes."""
+        if not self._divided:
+            return cast(nn.Module, self.accelerator.prepare_model(step))
+        shard(step, self.device)
+        return step
+
     def _vocabulary(self, start: Drafter | None) -> Tensor:
         """Target ids of the draft's head: those of the drafter the run starts from, or the most frequent ones."""
         if start is not None and start.d2t is not None:
             return start.target_ids(torch.arange(len(start.d2t)))
         size, rows = self.recipe.draft_vocab_size, self.tensors.head().shape[0]
-        return _draft_vocabulary(self.store, self.train_refs, size, rows)
+        return draft_vocabulary(self.store, self.train_refs, size, rows)
 
     def _build(self, target: Path, start: Drafter | None) -> Drafter:
         head = self.tensors.head()
@@ -158,22 +182,47 @@ class Trainer:
         del facts["steps"]
         return dict(json.loads(json.dumps(facts)))
 
-    def run(self, *, until: float = math.inf, tell: Callable[[Progress], None] = lambda progress: None) -> bool:
-        """Trains to the last step or for ``until`` seconds; True when the last step was reached. State is saved."""
+    def run(
+        self,
+        *,
+        until: float = math.inf,
+        tell: Callable[[Progress], None] = lambda progress: None,
+        held_out_every: int | None = None,
+    ) -> bool:
+        """Trains to the last step or for ``until`` seconds; True when the last step was reached. State is saved.
+
+        ``held_out_every`` that many steps a few held-out answers are drafted; that changes no weight.
+        """
         leg = saved = 0.0
         blocks = 0
         while self.step < self.recipe.steps and not self._anywhere(leg > until):
             began = time.perf_counter()
-            loss, new_blocks = self._train_step()
+            loss, k = self._train_step()
             spent = time.perf_counter() - began
-            self.step, blocks = self.step + 1, blocks + new_blocks
+            self.step, blocks = self.step + 1, blocks + self.recipe.blocks_per_step()
             leg, self.seconds = leg + spent, self.seconds + spent
-            tell(Progress(self.step, self.recipe.steps, loss, blocks / leg))
+            watched = held_out_every is not None and self.step % held_out_every == 0
+            found = self.evaluate(self.recipe.watched_k(), WATCHED_SEQUENCES) if watched else None
+            tell(Progress(self.step, self.recipe.steps, loss, blocks / leg, k, self._accuracy(), found))
             if self._anywhere(leg - saved > SAVE_EVERY_SECONDS):
                 self.save()
                 saved = leg
         self.save()
         return self.step >= self.recipe.steps
+
+    def undivide(self) -> None:
+        """Makes the drafter one of one piece, in every process, at the end of its training; all have to ask."""
+        if not self._divided:
+            return
+        divided, copy = self.drafter, Drafter(self.drafter.config).to(self.device)
+        copy.bind(self.tensors.embedding(), self.tensors.head())
+        with torch.no_grad():
+            for mine, theirs in zip(copy.parameters(), divided.parameters(), strict=True):
+                mine.copy_(whole(theirs.detach()))
+                mine.requires_grad_(theirs.requires_grad)
+            for buffer, other in zip(copy.buffers(), divided.buffers(), strict=True):
+                buffer.copy_(other)
+        self.drafter, self._divided = copy, False
 
     def _anywhere(self, here: bool) -> bool:
         """Whether it holds in any process: clocks differ, and all have to do the same."""
@@ -183,8 +232,11 @@ class Trainer:
 
     def save(self) -> None:
         """Writes the resumable state, in the first process; the others wait for it."""
+        tensors = (
+            state_tensors(self.drafter, self.optimizer) if self._divided or self.accelerator.is_main_process else {}
+        )
         if self.accelerator.is_main_process:
-            save_state(self.out, self.drafter, self.optimizer, self._progress())
+            save_state(self.out, tensors, self._progress())
         self.accelerator.wait_for_everyone()
 
     def _progress(self) -> dict[str, Any]:
@@ -196,9 +248,11 @@ class Trainer:
             raise BadInput(f"the run saw {shards} shards of data, now there are {len(self.store.paths)}")
 
     def _train_step(self) -> tuple[float, int]:
+        """The loss of one step, and the K of its blocks."""
         generator = torch.Generator().manual_seed(self.recipe.seed * 1_000_003 + self.step)
         refs, anchors, k = self._draw(generator)
         parts = self._draw_parts(k, generator)
+        self._right = torch.zeros(2, k, device=self.device) if (self.step + 1) % ACCURACY_EVERY == 0 else None
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(self.recipe, self.step)
         self.optimizer.zero_grad(set_to_none=True)
@@ -209,10 +263,20 @@ class Trainer:
                 losses.append(self._backward(refs[mine], anchors[mine], parts, k))
         nn.utils.clip_grad_norm_(trained_parameters(self.drafter).values(), 1.0)
         self.optimizer.step()
-        return sum(losses) / turns, self.recipe.sequences_per_step * self.recipe.anchors_per_sequence
+        return sum(losses) / turns, k
+
+    def _accuracy(self) -> tuple[float, ...] | None:
+        """Of this process's blocks in the last step, slot by slot; None where it was not counted."""
+        if self._right is None:
+            return None
+        right, known = self._right
+        return tuple((right / known.clamp_min(1)).tolist())
 
     def _averaging(self, *, last: bool) -> contextlib.AbstractContextManager[Any]:
         """Gradients are averaged over processes once, in the last turn."""
+        if self._divided:
+            average_now(self._module, now=last)
+            return contextlib.nullcontext()
         return contextlib.nullcontext() if last else self.accelerator.no_sync(self._module)
 
     def _backward(self, refs: Sequence[SequenceRef], anchors: Sequence[Tensor], parts: Sequence[Part], k: int) -> float:
@@ -231,7 +295,7 @@ class Trainer:
         names = sorted({self.store.paths[ref.shard].name for ref, good in zip(refs, finite, strict=True) if not good})
         cause = "the learning rate may be too high, or another process names the data"
         if names:
-            cause = f"features in {', '.join(names)} are not finite: remove these files and make them again"
+            cause = f"features in {', '.join(names)} are not finite: make them again"
         raise BadInput(f"the loss of step {self.step + 1} is {loss}: {cause}. {self.out} is as it was last saved")
 
     def _draw(self, generator: torch.Generator) -> tuple[list[SequenceRef], list[Tensor], int]:
@@ -269,10 +333,21 @@ class Trainer:
         hidden = backbone.hidden(labels[:, : part.given].clamp_min(0), slots)
         logits = backbone.logits(hidden)
         rows = torch.where(labels == IGNORED, labels, self.label_of[labels])[:, slots]
-        weights = slot_weights(part.last - part.given, self.recipe.gamma()).to(hidden.device)
-        share = self.recipe.soft_share
+        weights = slot_weights(part.last - part.given, self.recipe.decay()).to(hidden.device)
+        if self._right is not None:
+            right = (logits.detach().argmax(-1) == rows) & (rows != IGNORED)
+            self._right[:, slots] += torch.stack([right.sum(0), (labels[:, slots] != IGNORED).sum(0)])
+        share, expected = self.recipe.soft_share, self.recipe.expected_weight
         teacher = self._teacher(backbone.batch.final[:, :, slots]) if share else None
-        loss = block_loss(logits, rows, weights, teacher=teacher, soft_share=share, processes=self.processes)
+        loss = block_loss(
+            logits,
+            rows,
+            weights,
+            teacher=teacher,
+            soft_share=share,
+            expected_weight=expected,
+            processes=self.processes,
+        )
         if self.drafter.candidate_selector is None:
             return loss
         return loss + self._selector_loss(backbone, hidden, logits, slots, weights)
@@ -288,7 +363,18 @@ class Trainer:
         ids = backbone.target_ids(draft_ids)
         with torch.autocast(self.device.type, enabled=False):
             hidden, true, before = at_least_fp32(hidden), labels[:, slots], previous[:, slots]
-            return selector_loss(selector, hidden, ids, unary, true, before, weights, processes=self.processes)
+            expected = self.recipe.expected_weight
+            return selector_loss(
+                selector,
+                hidden,
+                ids,
+                unary,
+                true,
+                before,
+                weights,
+                expected_weight=expected,
+                processes=self.processes,
+            )
 
     @torch.no_grad()
     def _teacher(self, final: Tensor) -> Tensor:
@@ -306,16 +392,19 @@ class Trainer:
         """The dtype of the exported weights."""
         return _DTYPES[self.recipe.precision]
 
-    def evaluate(self, k: int) -> HeldOut:
-        """Held-out rounds at K proposals, drafted as the method drafts."""
-        with _evaluating(self.drafter), self._precision():
-            return held_out(self.drafter, self.store, self.held_refs, k)
+    def evaluate(self, k: int, sequences: int | None = None) -> HeldOut:
+        """Held-out rounds at K proposals, drafted as the method drafts; of the first ``sequences`` answers, or all."""
+        with gathered(self._module if self._divided else self.drafter), _evaluating(self.drafter), self._precision():
+            return held_out(self.drafter, self.store, self.held_refs[:sequences], k)
 
-    def multiplications_per_step(self) -> int:
-        """Multiply-adds of a full-K step, forward: block rows of all inputs, slots in the head, context columns."""
+    def multiplications_per_step(self) -> float:
+        """Multiply-adds of a mean step, forward: block rows of all inputs, slots in the head, context columns."""
         recipe, config = self.recipe, self.drafter.config
-        inputs = 2 if recipe.prefix_choices(config.k) else 1
-        rows = inputs * recipe.sequences_per_step * recipe.anchors_per_sequence * recipe.block_size
+        rows = slots = 0.0
+        for k, share in recipe.masks():
+            inputs = 2 if recipe.prefix_choices(k) else 1
+            rows += share * inputs * recipe.blocks_per_step() * (k + 1)
+            slots += share * recipe.blocks_per_step() * k
         columns = (
             sum(ref.stop - ref.start for ref in self.train_refs) * recipe.sequences_per_step // len(self.train_refs)
         )
@@ -325,20 +414,11 @@ class Trainer:
             self.drafter.fc.weight.numel()
             + 2 * config.num_layers * config.num_kv_heads * config.head_dim * config.hidden_size
         )
-        return rows * (layers + head) + columns * context
+        return rows * layers + slots * head + columns * context
 
     def response_tokens(self) -> int:
         """Response tokens in the training part of the data."""
         return sum(ref.stop - ref.start - ref.prompt_length for ref in self.train_refs)
-
-
-def _require_same_target(store: FeatureStore, target: Path) -> None:
-    found, wanted = target_fingerprint(target), store.meta.target_fingerprint
-    if found != wanted:
-        raise BadInput(
-            f"{target} is {found}, the features in {store.paths[0].parent} are of {wanted}: features of another target "
-            "teach nothing; give that target, or make the features again"
-        )
 
 
 def _accelerator() -> Accelerator:
@@ -371,43 +451,6 @@ def _evaluating(module: nn.Module) -> Iterator[None]:
     module.eval()
     yield
     module.train()
-
-
-def _split(store: FeatureStore, held: int, block: int) -> tuple[list[SequenceRef], list[SequenceRef]]:
-    """The first sequences are held out: prompts are shuffled, so they are a fair sample that stays as data grow.
-
-    An answer shorter than a block holds no round to walk, so it is trained on only.
-    """
-    usable = [ref for ref in store.sequences if ref.stop - ref.start - ref.prompt_length >= 2]
-    whole = [ref for ref in usable if ref.stop - ref.start - ref.prompt_length >= block]
-    kept = whole[: min(held, len(usable) // 10)]
-    if len(usable) - len(kept) < 1 or not kept:
-        raise BadInput(
-            f"{len(usable)} sequences, {len(whole)} of them with {block} response tokens or more, are too few to train "
-            "on and to hold some out"
-        )
-    held_out = set(kept)
-    return [ref for ref in usable if ref not in held_out], kept
-
-
-def _draft_vocabulary(store: FeatureStore, refs: Sequence[SequenceRef], size: int | None, target_rows: int) -> Tensor:
-    """Target ids of the draft's head, rising: the most frequent response tokens, int64 [V_draft]."""
-    if size is None or size >= target_rows:
-        return torch.arange(target_rows)
-    counts: Counter[int] = Counter()
-    for ref in refs:
-        counts.update(store.ids(ref)[ref.prompt_length :].tolist())
-    frequent = [token for token, _ in counts.most_common(size)]
-    # Ids are roughly in order of frequency in a byte-pair vocabulary, so small unseen ones fill up.
-    unseen = (token for token in range(target_rows) if token not in counts)
-    chosen = [*frequent, *(next(unseen) for _ in range(size - len(frequent)))]
-    return torch.tensor(sorted(chosen))
-
-
-def _label_table(vocabulary: Tensor, target_rows: int) -> Tensor:
-    table = torch.full((target_rows,), IGNORED)
-    table[vocabulary] = torch.arange(len(vocabulary))
-    return table
 
 
 def _parameter_groups(drafter: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
