@@ -127,6 +127,18 @@ def test_store_gives_back_what_was_written(data: tuple[Path, Path]) -> None:
     assert torch.allclose(store.rows(ref, "features").float(), expected, rtol=1e-2, atol=1e-2)
 
 
+def test_several_folders_are_one_store(data: tuple[Path, Path], tmp_path: Path) -> None:
+    more = tmp_path / "more"
+    build_store([Answer(list(range(3, 9)), list(range(20, 40)), "more")], data[0], [0, 2], more)
+    one, both = FeatureStore(data[1]), FeatureStore(data[1], more)
+    assert both.sequences[: len(one.sequences)] == one.sequences
+    assert both.sources() == [*one.sources(), "more"]
+    assert both.ids(both.sequences[-1]).tolist() == [*range(3, 9), *range(20, 40)]
+    assert torch.equal(both.rows(both.sequences[0], "final"), one.rows(one.sequences[0], "final"))
+    with pytest.raises(BadInput, match=r"nothing: no shard"):
+        FeatureStore(data[1], tmp_path / "nothing")
+
+
 def test_labels_are_the_tokens_after_the_anchor(data: tuple[Path, Path]) -> None:
     store = FeatureStore(data[1])
     ref = store.sequences[0]

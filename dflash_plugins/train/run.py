@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +12,13 @@ from pydantic import BaseModel, ConfigDict
 from dflash_plugins.config import ARCHITECTURE_OF
 from dflash_plugins.errors import BadInput
 from dflash_plugins.train.answers import build_store, read_answers
+from dflash_plugins.train.batches import Source
 from dflash_plugins.train.export import DRAFTER_FOLDER, export_drafter, model_card
 from dflash_plugins.train.journal import Journal
 from dflash_plugins.train.live import LiveFeatures
 from dflash_plugins.train.recipe import Recipe
 from dflash_plugins.train.state import trained_parameters
+from dflash_plugins.train.store import FeatureStore
 from dflash_plugins.train.trainer import Progress, Trainer, leave_together, on_cpu
 
 Report = Callable[[str, int, int], None]
@@ -52,7 +54,7 @@ def run(
     *,
     method: str,
     target: Path,
-    data: Path,
+    data: Path | Sequence[Path],
     out: Path,
     steps: int | None = None,
     minutes: float | None = None,
@@ -61,7 +63,9 @@ def run(
     held_out_every: int | None = None,
     report: Report = lambda stage, done, total: None,
 ) -> TrainReport | None:
-    """Trains (or goes on training) a drafter for ``target`` on the feature store ``data`` and exports it to ``out``.
+    """Trains (or goes on training) a drafter for ``target`` and exports it to ``out``.
+
+    ``data`` is a folder of stored features, several of them, or a JSON-lines file of answers.
 
     ``minutes`` ends this leg after that time; running the same command again continues it. ``settings`` are fields of
     :class:`Recipe` as ``--set KEY=VALUE`` gives them. Raises BadInput for a method, path or setting that is not usable.
@@ -75,8 +79,8 @@ def run(
     state = PartialState(cpu=on_cpu())
     report = report if state.is_main_process else lambda stage, done, total: None
     with state.main_process_first():
-        store = _store(data, target, layer_ids, features, report)
-    trainer = Trainer(recipe, target, store, out, divided=divided)
+        source = _source([data] if isinstance(data, Path) else data, target, layer_ids, features, report)
+    trainer = Trainer(recipe, target, source, out, divided=divided)
     if trainer.taken:
         report(f"first weights from {recipe.start_from}, tensors", len(trainer.taken), len(trainer.taken))
     journal = Journal(out, trainer.step) if state.is_main_process else None
@@ -98,30 +102,34 @@ def run(
     return document
 
 
-def _store(data: Path, target: Path, layer_ids: Any, features: Any, report: Report) -> Path | LiveFeatures:
-    """The feature store: ``data`` itself, or made beside it when it is a JSON-lines file of answers.
+def _source(data: Sequence[Path], target: Path, layer_ids: Any, features: Any, report: Report) -> Source:
+    """Stored features of the folders ``data``, or of a file of answers, for which they are made beside it.
 
-    Of such a file with ``features`` "live" instead the answers, whose features are computed while training runs.
+    Of such a file with ``features`` "live" the answers instead, whose features are computed while training runs.
     """
     if features not in ("live", "stored"):
         raise BadInput(f"--set features={features}: known are live, stored")
     if not target.is_dir():
         raise BadInput(f"--target {target}: no such folder")
-    if data.is_dir():
+    if missing := [str(one) for one in data if not one.exists()]:
+        raise BadInput(f"--data {', '.join(missing)}: no such file or folder")
+    files = [one for one in data if not one.is_dir()]
+    if not files:
         if features == "live":
             raise BadInput("--set features=live: a feature store holds its features; give a file of answers")
         if layer_ids is not None:
             raise BadInput("--set target_layer_ids: the feature store has its own; leave it out")
-        return data
-    if not data.is_file():
-        raise BadInput(f"--data {data}: no such file or folder")
+        return FeatureStore(*data)
+    if len(data) > 1:
+        raise BadInput(f"--data {files[0]}: a file of answers is taken alone; several folders of features go together")
+    (answers,) = files
     if not isinstance(layer_ids, list) or not layer_ids:
         raise BadInput("--set target_layer_ids=[...]: name the layers of the target to read; none is guessed")
     if features == "live":
-        return LiveFeatures(data, target, layer_ids)
-    folder = data.with_name(data.name + ".features")
-    build_store(read_answers(data, target), target, layer_ids, folder, report=report)
-    return folder
+        return LiveFeatures(answers, target, layer_ids)
+    folder = answers.with_name(answers.name + ".features")
+    build_store(read_answers(answers, target), target, layer_ids, folder, report=report)
+    return FeatureStore(folder)
 
 
 def _recipe(method: str, steps: int | None, settings: dict[str, Any]) -> Recipe:

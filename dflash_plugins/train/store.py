@@ -155,12 +155,14 @@ def _require_shard(file: Any) -> None:
 
 
 class FeatureStore:
-    """Reads the shards of a folder, memory-mapped."""
+    """Reads the shards of a folder, memory-mapped, or of several folders one after another."""
 
-    def __init__(self, folder: Path) -> None:
-        self.paths = sorted(folder.glob("shard-*.safetensors"))
-        if not self.paths:
-            raise BadInput(f"{folder}: no shard-*.safetensors in it; make the data first")
+    def __init__(self, *folders: Path) -> None:
+        self._folders = ", ".join(map(str, folders))
+        shards = {folder: sorted(folder.glob("shard-*.safetensors")) for folder in folders}
+        if empty := [str(folder) for folder, paths in shards.items() if not paths]:
+            raise BadInput(f"{', '.join(empty)}: no shard-*.safetensors in it; make the data first")
+        self.paths = [path for paths in shards.values() for path in paths]
         self._files = _opened(self.paths)
         self.meta = self._agreed_meta()
         self.tokens = [file.get_tensor("tokens") for file in self._files]
@@ -170,7 +172,7 @@ class FeatureStore:
         found = {StoreMeta.of(file.metadata()) for file in self._files}
         if len(found) != 1:
             listed = "; ".join(sorted(f"{one.target_fingerprint} {list(one.target_layer_ids)}" for one in found))
-            raise BadInput(f"{self.paths[0].parent}: shards disagree on target or layer ids: {listed}")
+            raise BadInput(f"{self._folders}: shards disagree on target or layer ids: {listed}")
         return found.pop()
 
     def _index(self) -> Iterator[SequenceRef]:
