@@ -7,6 +7,8 @@ import tiny
 import torch
 from core_drafts import Reference, by_transformers, check_against_the_core, compared, own_rounds, ties
 
+from dflash_plugins.convert import convert
+
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.heavy]
 
 K = tiny.BLOCK - 1
@@ -73,3 +75,16 @@ def test_an_embedding_of_its_own_is_refused(run_sglang, target, tmp_path):
     assert got["returncode"] != 0
     assert "has no place for another" in got["log"]
     assert "export the drafter without embed_tokens" in got["log"]
+
+
+@pytest.mark.parametrize("method", ["dflash", "dflash2"])
+def test_a_drafter_in_the_other_layout_drafts_the_same(run_sglang, target, tmp_path, method):
+    drafter, asked = tiny.write_drafter(tmp_path / "drafter", tiny.raw_config(method)), requests()
+    convert(drafter, tmp_path / "flat", "speculators")
+    got = run_sglang(
+        "waves", target=target, drafter=tmp_path / "flat", waves={"all": {"requests": asked}}, watch=True,
+        chunked_prefill_size=64,
+    )  # fmt: skip
+    assert ties(by_transformers(target, asked), got["waves"]["all"]) <= 1
+    found = own_rounds(asked, got["waves"]["all"], got["rounds"])
+    assert check_against_the_core(Reference(target, drafter), found, K) >= 100

@@ -16,6 +16,7 @@ import torch
 import trained
 
 from dflash_plugins import audit
+from dflash_plugins.convert import convert
 from dflash_plugins.switches import AUDIT
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.heavy]
@@ -172,6 +173,16 @@ def test_drafted_blocks_are_the_references_and_the_oracles(run, target, method):
             alone = reference.oracle.draft(anchor, place, rows[0].numpy(), K, reference.prefixes)
             assert one["draft"] == alone.ids
     assert rounds >= 100
+
+
+@pytest.mark.parametrize("method", ["dflash", "dflash2"])
+def test_a_drafter_in_the_other_layout_drafts_the_same(run, run_job, target, tmp_path, method):
+    drafter = tiny.write_drafter(tmp_path / "released", raw_config(method))
+    convert(drafter, tmp_path / "flat", "speculators")
+    got = run_job("greedy", script="v2_jobs.py", target=target, drafter=tmp_path / "flat", vocab=VOCAB)
+    assert got["runner"] == SPECULATORS[method]
+    assert got["half"] == run("greedy", method)["half"]
+    assert got["rounds"] == run("greedy", method)["rounds"]
 
 
 def expected_passes(one, prefixes, anchor):
