@@ -21,6 +21,7 @@ from dflash_plugins.errors import BadInput, Refused
 from dflash_plugins.findings import Finding, Severity, errors
 from dflash_plugins.headers import Header, directory_of, headers_only, read_header, tensor_files
 from dflash_plugins.pair import dtype_name
+from dflash_plugins.rules import QUANTISED_PARTS
 
 if TYPE_CHECKING:
     import torch
@@ -35,11 +36,6 @@ Shape = tuple[int | None, ...]
 
 _FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
 _INTEGERS = frozenset({"I64", "I32"})
-# How quantised linear layers spell their parts, after the module's name.
-_PACKED = (
-    "weight_packed", "weight_scale", "weight_scale_2", "weight_scale_inv", "weight_shape", "weight_zero_point",
-    "weight_global_scale", "weight_g_idx", "input_scale", "input_global_scale", "qweight", "qzeros", "scales", "g_idx",
-)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -207,7 +203,7 @@ def _packed_modules(unclaimed: set[str]) -> dict[str, list[str]]:
     modules: dict[str, list[str]] = {}
     for name in sorted(unclaimed):
         module, _, part = name.rpartition(".")
-        if part in _PACKED:
+        if part in QUANTISED_PARTS:
             modules.setdefault(module, []).append(name)
     return modules
 

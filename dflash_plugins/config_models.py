@@ -129,6 +129,7 @@ class DraftReading:
     findings: tuple[Finding, ...]
     facts: Mapping[str, Any]
     origins: Mapping[str, str]
+    said: frozenset[str] = frozenset()
 
     def require(self) -> DraftConfig:
         """The description; ``Refused`` with all findings when any of them is an error."""

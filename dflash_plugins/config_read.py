@@ -148,7 +148,7 @@ def _read_unsupported(r: Reader) -> None:
                 )
                 break
     if any(e.value for key in ("attention_sink_bias", "add_swa_attention_sink_bias") for e in r.present(key)[:1]):
-        r.put("attention_sinks", True)
+        r.said.add("sinks")
 
 
 def _read_attention(r: Reader) -> None:
@@ -491,7 +491,7 @@ def _build(r: Reader) -> DraftConfig | None:
     if required - r.facts.keys():
         return None
     try:
-        return DraftConfig(**{name: value for name, value in r.facts.items() if name in DraftConfig.model_fields})
+        return DraftConfig(**r.facts)
     except ValidationError as error:
         for problem in error.errors():
             field = ".".join(str(p) for p in problem["loc"])
@@ -520,4 +520,5 @@ def read_draft_config(source: Path | str | Mapping[str, Any]) -> DraftReading:
     for step in _STEPS:
         step(reader)
     config = _build(reader)
-    return DraftReading(subject, config, tuple(reader.findings), dict(reader.facts), dict(reader.origins))
+    facts, origins, said = dict(reader.facts), dict(reader.origins), frozenset(reader.said)
+    return DraftReading(subject, config, tuple(reader.findings), facts, origins, said)

@@ -47,6 +47,7 @@ class Reader:
         self.findings: list[Finding] = []
         self.facts: dict[str, Any] = {}
         self.origins: dict[str, str] = {}
+        self.said: set[str] = set()
 
     def error(self, code: str, key: str, value: Any, message: str, mend: str) -> None:
         """An error at ``key``."""

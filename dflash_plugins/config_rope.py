@@ -29,7 +29,7 @@ _OTHER = frozenset({"rope_type", "truncate", "mrope_section", "mrope_interleaved
 
 
 def read_rope(r: Reader) -> None:
-    """Facts ``rope_theta``, ``rope_scaling`` and ``mrope``, from old and new spellings."""
+    """Facts ``rope_theta``, and ``rope_scaling``, from old and new spellings."""
     parameters = r.take("rope_parameters", MAP) or {}
     if any(isinstance(v, dict) for v in parameters.values()):
         r.error(
@@ -121,4 +121,5 @@ def _check_scaling(r: Reader, path: str, scaling: Mapping[str, Any]) -> None:
         r.error("rope-scaling", r.origins.get("rope_theta", "rope_theta"), r.facts.get("rope_theta"), message, mend)
     for key in sorted(scaling.keys() - _FACTORS - _LISTS - _OTHER):
         r.warn("config-unknown-key", f"{path}.{key}", scaling[key], "is read by nothing of ours", "check the spelling")
-    r.put("mrope", True if scaling.get("mrope_section") else None)
+    if scaling.get("mrope_section"):
+        r.said.add("mrope")

@@ -164,7 +164,7 @@ sys.exit(cli.main(sys.argv[1:]))
     done = python("-c", script.format(folder=str(tmp_path)), *arguments(pair, "vllm", "--json"))
     document = json.loads(done.stdout)
     assert document["launch"][:3] == [sys.executable, "-m", "engine_server"]
-    assert document["findings"] == []
+    assert {one["severity"] for one in document["findings"]} <= {"info", "warning"}
     assert "the server talks" in done.stderr
     assert done.returncode == 0
     assert Path(document["launch"][3]) == pair[0]
