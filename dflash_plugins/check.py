@@ -25,7 +25,7 @@ from dflash_plugins.headers import Header, headers_only, stored_bytes
 from dflash_plugins.memory import MEMORY
 from dflash_plugins.pair import DTYPES, PAIR, PROPOSALS, TOKENIZERS, read_tokenizer_vocabulary
 from dflash_plugins.rules import Facts, run
-from dflash_plugins.served import SERVED, loop_findings, units_findings
+from dflash_plugins.served import SERVED, count_findings, loop_findings, units_findings
 from dflash_plugins.settings import read_settings
 
 __all__ = ["PairReport", "check_pair", "inspect_pair", "units_findings"]
@@ -95,7 +95,7 @@ def inspect_pair(
         k=k,
         **_target_files(draft_path, target_path, flags),
     )
-    found += _run(facts, settings, memory=settings is not None and launch is not None)
+    found += _run(facts, memory=settings is not None and launch is not None)
     subject = f"drafter {draft_path}" + ("" if target_path is None else f" for target {target_path}")
     ordered = _ordered(found)
     stored = (accounting.dtype, accounting.own_embedding)
@@ -107,15 +107,9 @@ def check_pair(draft_path: Path | str, target_path: Path | str | None = None, **
     return inspect_pair(draft_path, target_path, **options).findings
 
 
-def _run(facts: Facts, settings: Mapping[str, Any] | None, *, memory: bool) -> list[Finding]:
-    found = run((*PAIR, *TOKENIZERS, *DTYPES), facts)
-    if facts.config is not None:
-        found += [*run(PROPOSALS, facts), *loop_findings(facts)]
-    if facts.engine is not None:
-        found += limit_findings(facts)
-        if facts.config is not None:
-            counts = {key: value for key, value in (settings or {}).items() if str(value).isdigit()}
-            found += units_findings(facts.engine.engine, facts.config, facts.k, counts)
+def _run(facts: Facts, *, memory: bool) -> list[Finding]:
+    found = run((*PAIR, *TOKENIZERS, *DTYPES, *PROPOSALS), facts)
+    found += [*loop_findings(facts), *limit_findings(facts), *count_findings(facts)]
     return found + run((*SERVED, *(MEMORY if memory else ())), facts)
 
 

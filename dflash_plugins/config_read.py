@@ -331,6 +331,8 @@ def _read_layers_ids(r: Reader) -> None:
 
 def _read_architecture(r: Reader) -> None:
     kind = r.raw.get("speculators_model_type")
+    if kind is not None or "transformer_layer_config" in r.raw:
+        r.said.add("flat-layout")
     names = r.raw.get("architectures")
     if kind is not None:
         name, path = ARCHITECTURE_OF.get(str(kind), str(kind)), "speculators_model_type"

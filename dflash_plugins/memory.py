@@ -38,11 +38,12 @@ def _heads_of_rank(kv_heads: int, ranks: int) -> int:
 
 def draft_kv_bytes(f: Facts) -> int | None:
     """Bytes of the drafter's KV cache per token and rank: layers, K and V, heads of one rank, head_dim."""
-    config, bits = f.config, _kv_bits(f, "draft_kv_cache_dtype", "kv_cache_dtype")
+    layers, heads, width = (f.draft.get(name) for name in ("num_layers", "num_kv_heads", "head_dim"))
+    bits = _kv_bits(f, "draft_kv_cache_dtype", "kv_cache_dtype")
     ranks = f.setting("draft_tensor_parallel_size") or f.setting("tensor_parallel_size") or 1
-    if config is None or bits is None or ranks < 1:
+    if layers is None or heads is None or width is None or bits is None or ranks < 1:
         return None
-    return config.num_layers * 2 * _heads_of_rank(config.num_kv_heads, ranks) * config.head_dim * bits // 8
+    return int(layers) * 2 * _heads_of_rank(heads, ranks) * int(width) * bits // 8
 
 
 def target_kv_bytes(f: Facts) -> int | None:

@@ -156,28 +156,29 @@ DTYPES = (
 
 
 def _k_range(f: Facts) -> Iterator[Hit]:
-    if f.config and f.k is not None and f.k < 1:
-        yield Hit("k", f.k, {"most": _most(f.config)})
+    if f.k is not None and f.k < 1 and f.trained_k is not None:
+        yield Hit("k", f.k, {"most": f.trained_k * _blocks(f)})
 
 
 def _k_beyond(f: Facts) -> Iterator[Hit]:
-    if f.config and f.k is not None and f.k > _most(f.config):
-        yield Hit("k", f.k, {"most": _most(f.config), "block": f.config.block_size})
+    if f.k is not None and f.trained_k is not None and f.k > (most := f.trained_k * _blocks(f)):
+        yield Hit("k", f.k, {"most": most, "block": f.trained_k + 1})
 
 
 def _k_part(f: Facts) -> Iterator[Hit]:
-    if f.config and f.k is not None and f.config.k < f.k < _most(f.config):
-        yield Hit("k", f.k, {"k": f.config.k})
+    if f.k is not None and f.trained_k is not None and f.trained_k < f.k < f.trained_k * _blocks(f):
+        yield Hit("k", f.k, {"k": f.trained_k})
 
 
 def _k_below(f: Facts) -> Iterator[Hit]:
-    if f.config and f.k is not None and 1 <= f.k < f.config.k:
-        yield Hit("k", f.k, {"k": f.config.k})
+    if f.k is not None and f.trained_k is not None and 1 <= f.k < f.trained_k:
+        yield Hit("k", f.k, {"k": f.trained_k})
 
 
-def _most(config: DraftConfig) -> int:
+def _blocks(f: Facts) -> int:
     """Mode extend drafts block after block: the engine's K is then a multiple of the block's."""
-    return config.k * (config.loop.max_loops if config.loop is not None and config.loop.mode == "extend" else 1)
+    loop = f.draft.get("loop") or {}
+    return int(loop["max_loops"]) if loop.get("mode") == "extend" else 1
 
 
 PROPOSALS = (
@@ -209,7 +210,7 @@ def pair_findings(
 
 def k_findings(config: DraftConfig, k: int | None) -> list[Finding]:
     """Whether K proposals per round suit the trained block."""
-    return run(PROPOSALS, Facts(config=config, k=k))
+    return run(PROPOSALS, Facts(draft=config.model_dump(), k=k))
 
 
 def serving_dtype_findings(stored: str | None, served: str | None) -> list[Finding]:

@@ -73,9 +73,15 @@ class Facts:
         return self.launch.runner or chosen
 
     @property
+    def trained_k(self) -> int | None:
+        """Proposals of the trained block, B - 1."""
+        block = self.draft.get("block_size")
+        return None if block is None or block < 2 else int(block) - 1
+
+    @property
     def served_k(self) -> int | None:
         """Proposals per round: those asked for, else those of the trained block."""
-        return self.k if self.k is not None or self.config is None else self.config.k
+        return self.trained_k if self.k is None else self.k
 
     def setting(self, name: str) -> Any:
         """The value of a flag by its canonical name; None where it is not set."""

@@ -7,7 +7,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from dflash_plugins.config_models import DraftConfig
-from dflash_plugins.engines import Backend, at_least, engine_facts, parse_version
+from dflash_plugins.engines import Backend, EngineFacts, at_least, engine_facts, parse_version
 from dflash_plugins.findings import Finding, Severity
 from dflash_plugins.pair import loop_mode_finding, served_prefix_lengths
 from dflash_plugins.rules import Facts, Hit, Rule
@@ -17,20 +17,29 @@ ERROR, WARNING, INFO = Severity.ERROR, Severity.WARNING, Severity.INFO
 
 def units_findings(engine: str, config: DraftConfig, k: int | None, settings: Mapping[str, Any]) -> list[Finding]:
     """A token flag that disagrees with K, or looks like the other engine's (vLLM counts K, SGLang K + 1)."""
-    facts = engine_facts(engine)
-    flag = facts.tokens_flag
-    if flag not in settings:
-        return []
+    return list(_units(engine_facts(engine), config.k, k, settings))
+
+
+def _units(engine: EngineFacts, trained_k: int, k: int | None, settings: Mapping[str, Any]) -> Iterator[Finding]:
+    flag = engine.tokens_flag
+    if not str(settings.get(flag)).isdecimal():
+        return
     value = int(settings[flag])
-    if k is not None and value != facts.tokens(k):
-        message = f"disagrees with K = {k}, which {facts.title} spells {facts.tokens(k)}"
-        return [Finding.error("units-conflict", flag, value, message, "give one of the two")]
-    trained = facts.tokens(config.k)
-    other = config.k + 1 - facts.tokens_beyond_k
-    if value == other:
-        message = f"is what another engine calls a block of {config.block_size}; {facts.title} counts differently"
-        return [Finding.of(WARNING, "units-other-engine", flag, value, message, f"did you mean {trained}?")]
-    return []
+    if k is not None and value != engine.tokens(k):
+        message = f"disagrees with K = {k}, which {engine.title} spells {engine.tokens(k)}"
+        yield Finding.error("units-conflict", flag, value, message, "give one of the two")
+    elif value == trained_k + 1 - engine.tokens_beyond_k:
+        message = f"is what another engine calls a block of {trained_k + 1}; {engine.title} counts differently"
+        mend = f"did you mean {engine.tokens(trained_k)}?"
+        yield Finding.of(WARNING, "units-other-engine", flag, value, message, mend)
+
+
+def count_findings(f: Facts) -> list[Finding]:
+    """The same for a planned launch."""
+    said = f.setting("tokens")
+    if f.engine is None or f.trained_k is None or said is None:
+        return []
+    return list(_units(f.engine, f.trained_k, f.k, {f.engine.tokens_flag: said}))
 
 
 def loop_findings(f: Facts) -> list[Finding]:

@@ -13,15 +13,18 @@ from dflash_plugins.findings import Finding, Severity
 from dflash_plugins.rules import Setting
 
 SPECULATION = "speculative_config."
+UNREAD = "unread:"
+"""Before the names of flags that no rule reads, which could be canonical names of other engines."""
+
 _FACTORS = {"k": 1e3, "K": 2**10, "m": 1e6, "M": 2**20, "g": 1e9, "G": 2**30}
 _SWITCHES = {"true": True, "1": True, "yes": True, "on": True, "false": False, "0": False, "no": False, "off": False}
-_KINDS = {"integer": "a whole number", "number": "a number", "switch": "true or false", "text": "one value"}
+_KINDS = {"integer": "a whole number", "number": "a number", "switch": "true or false", "text": "a word"}
 
 
 def read_settings(engine: EngineFacts, given: Mapping[str, Any]) -> tuple[dict[str, Setting], list[Finding]]:
     """Settings by canonical name, and what is wrong with ``given`` (names with underscores to values).
 
-    A value None stands for a flag without one. Flags that no rule reads keep their name; unknown ones are reported.
+    A value None stands for a flag without one. What no rule reads is kept (``UNREAD``); unknown flags are reported.
     """
     canonical = {name: flag for flag, entry in engine.flags.items() for name in entry.names}
     found: dict[str, Setting] = {}
@@ -31,7 +34,7 @@ def read_settings(engine: EngineFacts, given: Mapping[str, Any]) -> tuple[dict[s
         flag = canonical.get(name)
         if flag is None:
             wrong += _unknown(engine, key, name, value, canonical)
-            found[name] = Setting(key, value)
+            found[UNREAD + name] = Setting(key, value)
             continue
         kind = engine.flags[flag].kind
         fits, converted = _converted(kind, value)
@@ -55,7 +58,7 @@ def _positive(engine: EngineFacts, key: str, value: Any) -> tuple[str, Any]:
 
 def _unknown(engine: EngineFacts, key: str, name: str, value: Any, canonical: Iterable[str]) -> Iterator[Finding]:
     flags = known_flags(engine.engine)
-    if name in flags or name in {engine.tokens_flag, *engine.tokens_aliases} or name.partition(".")[0] in flags:
+    if name in flags or name.partition(".")[0] in flags:
         return
     near = get_close_matches(name, {*flags, *canonical}, n=2)
     mend = f"did you mean {' or '.join(near)}?" if near else "check the spelling"
@@ -63,15 +66,15 @@ def _unknown(engine: EngineFacts, key: str, name: str, value: Any, canonical: It
     yield Finding.of(Severity.WARNING, "setting-unknown", key, value, message, mend)
 
 
-def _converted(kind: Literal["integer", "number", "switch", "text"], value: Any) -> tuple[bool, Any]:
+def _converted(kind: Literal["integer", "number", "switch", "text", "any"], value: Any) -> tuple[bool, Any]:
     """Whether a value is of its kind, and the value; "auto" and the like leave a number to the engine: None."""
     if kind == "switch":
         found = True if value is None else _SWITCHES.get(str(value).lower())
         return found is not None, found
-    if isinstance(value, bool) or value is None:
-        return kind == "text", value
-    if kind == "text":
+    if kind == "any" or value is None:
         return True, value
+    if kind == "text" or isinstance(value, bool):
+        return kind == "text" and isinstance(value, str), value
     if isinstance(value, str) and value.lower() in ("auto", "none", "null"):
         return True, None
     number = _number(value)
@@ -95,8 +98,8 @@ def command_flags(engine: EngineFacts, settings: Mapping[str, Setting]) -> tuple
     speculation: dict[str, Any] = {}
     for flag, (key, value) in settings.items():
         entry = engine.flags.get(flag)
-        name = entry.names[0] if entry else flag
-        if (entry and entry.planning) or name in (engine.tokens_flag, *engine.tokens_aliases):
+        name = entry.names[0] if entry else flag.removeprefix(UNREAD)
+        if entry and (entry.planning or flag == "tokens"):
             continue
         if name.startswith(SPECULATION):
             speculation[name.removeprefix(SPECULATION)] = value

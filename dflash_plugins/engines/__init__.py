@@ -24,7 +24,7 @@ ENGINES = ("vllm", "sglang")
 
 Trait = Literal[
     "mixed-layers", "non-causal", "sliding", "mrope", "sinks", "scaled", "embedding-scaled", "scaled-outside",
-    "own-head", "own-embedding", "nested-causal", "stateful", "multimodal", "quantised-head",
+    "own-head", "own-embedding", "nested-causal", "flat-layout", "stateful", "multimodal", "quantised-head",
 ]  # fmt: skip
 """What rules in YAML may ask of a pair; ``rules.traits_of`` says which hold. The last three are the target's."""
 
@@ -132,7 +132,7 @@ class Flag(_Data):
     """
 
     names: tuple[str, ...]
-    kind: Literal["integer", "number", "switch", "text"] = "text"
+    kind: Literal["integer", "number", "switch", "text", "any"] = "text"
     planning: bool = False
     source: str = ""
 
