@@ -139,9 +139,10 @@ class _Group:
 
     def text(self) -> Text:
         """Key, value and message; what to do; an information is one line."""
-        first, value = self.first, short(self.first.value)
+        first = self.first
+        value = "" if first.value is None or len(_words(first.value)) > _LONGEST_VALUE else f" = {_words(first.value)}"
         others = f" (and {len(self.keys) - 1} more: {', '.join(self.keys[1:3])} ...)" if len(self.keys) > 1 else ""
-        said = f"{first.key}{'' if first.value is None else f' = {value}'}: {first.message}{others}"
+        said = f"{first.key}{value}: {first.message}{others}"
         text = _line(_STYLES[first.severity], f"{first.severity} [{self.code}] ")
         text.append(said, style="default" if first.severity is not Severity.INFO else "dim")
         if first.severity is not Severity.INFO:
@@ -168,7 +169,5 @@ def _height(console: Console, lines: list[Text]) -> int:
     return sum(len(console.render_lines(line, pad=False)) for line in lines)
 
 
-def short(value: Any) -> str:
-    """A value on one line of a screen."""
-    words = value if isinstance(value, str) else repr(value)
-    return words if len(words) <= _LONGEST_VALUE else words[: _LONGEST_VALUE - 4] + " ..."
+def _words(value: Any) -> str:
+    return value if isinstance(value, str) else repr(value)

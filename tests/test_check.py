@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from faults import FAULTS, Fault
-from published import PUBLISHED, mimo, qwen38_27b_dflash2
+from published import PUBLISHED, Pair, mimo, mixed_layers, qwen3_8b, qwen36_35b_retrain, qwen38_27b_dflash2
 from rich.console import Console
 
 from dflash_plugins.findings import Severity
@@ -110,3 +110,116 @@ def test_three_faults_at_once_are_all_found(tmp_path: Path) -> None:
             if fault.code not in {finding.code for finding in report.findings}
         ]
     assert lost == [], "\n".join(map(str, lost))
+
+
+# -- what another engine, runner or drafter makes of it
+
+
+@pytest.mark.parametrize(
+    ("settings", "code", "severity"),
+    [
+        ({"pp_size": 2}, "sglang-pipeline-parallel", "error"),
+        ({"pipeline_parallel_size": 2}, "sglang-pipeline-parallel", "error"),
+        ({"enable_dp_attention": True}, "sglang-dp-attention", "error"),
+        ({"dp_size": 2}, "sglang-data-parallel", "warning"),
+        ({"tp_size": 3}, "tensor-parallel", "error"),
+        ({"speculative_accept_threshold_single": 0.9}, "sglang-accept-threshold-single", "error"),
+        ({"speculative_accept_threshold_acc": 0.5}, "sglang-accept-threshold-acc", "error"),
+        ({"speculative_num_draft_tokens": 7}, "units-other-engine", "warning"),
+        ({"speculative_dflash_block_size": 7}, "units-other-engine", "warning"),
+        ({"speculative_eagle_topk": 4}, "sglang-eagle-topk", "warning"),
+        ({"speculative_draft_window_size": 4}, "draft-window", "error"),
+        ({"speculative_draft_attention_backend": "torch_flex"}, "attention-backend", "warning"),
+        ({"quantization": "fp8"}, "sglang-draft-quantised-too", "warning"),
+        ({"mamba_radix_cache_strategy": "no_buffer"}, "sglang-hybrid-no-buffer", "error"),
+        ({"context_length": 524288}, "positions-served", "warning"),
+        ({"enable_deterministic_inference": True}, "sglang-deterministic", "warning"),
+        ({"enable_lora": True}, "sglang-lora", "warning"),
+        ({"disaggregation_mode": "prefill"}, "sglang-disaggregation", "warning"),
+        ({"device": "cpu", "attention_backend": "fa3"}, "sglang-cpu-backend", "error"),
+        ({"device": "cpu", "page_size": 16}, "sglang-cpu-page-size", "error"),
+        ({"dtype": "float16"}, "dtype-range", "error"),
+    ],
+)
+def test_what_sglang_is_asked_for(tmp_path: Path, settings: dict[str, object], code: str, severity: str) -> None:
+    pair = qwen38_27b_dflash2()
+    pair.engine, pair.version, pair.settings = "sglang", "0.5.21", dict(settings)
+    assert (code, severity) in found(pair.check(tmp_path / "pair"))
+
+
+@pytest.mark.parametrize(
+    ("settings", "lost"),
+    [
+        ({"quantization": "fp8", "speculative_draft_model_quantization": "unquant"}, "sglang-draft-quantised-too"),
+        ({"mamba_radix_cache_strategy": "no_buffer", "disable_radix_cache": True}, "sglang-hybrid-no-buffer"),
+        ({"speculative_accept_threshold_single": 1.0}, "sglang-accept-threshold-single"),
+        ({"speculative_num_draft_tokens": 8}, "units-other-engine"),
+        ({"sampling_defaults": "openai"}, "sglang-generation-min-p"),
+    ],
+)
+def test_what_sglang_may_be_asked_for(tmp_path: Path, settings: dict[str, object], lost: str) -> None:
+    pair = qwen38_27b_dflash2()
+    pair.engine, pair.version, pair.settings = "sglang", "0.5.21", dict(settings)
+    pair.generation |= {"min_p": 0.1}
+    assert lost not in {code for code, _ in found(pair.check(tmp_path / "pair"))}
+
+
+def test_sampling_defaults_that_sglang_ignores(tmp_path: Path) -> None:
+    pair = qwen3_8b()
+    pair.engine, pair.version = "sglang", "0.5.21"
+    pair.generation = {"min_p": 0.1, "repetition_penalty": 1.05}
+    seen = found(pair.check(tmp_path / "pair"))
+    assert {("sglang-generation-min-p", "warning"), ("sglang-generation-penalty", "warning")} <= seen
+
+
+@pytest.mark.parametrize("override", [{"generation_config": "vllm"}, {"override_generation_config": {"min_p": 0}}])
+def test_min_p_by_default_can_be_mended_on_vllm(tmp_path: Path, override: dict[str, object]) -> None:
+    pair = qwen3_8b()
+    pair.generation, pair.settings = {"min_p": 0.1}, dict(override)
+    assert pair.check(tmp_path / "pair").exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("settings", "version", "expected"),
+    [
+        ({"runner": "v1"}, "0.31.0", ("vllm-v1-mixed-layers", "error")),
+        ({"device": "cpu"}, "0.31.0", ("vllm-v1-mixed-layers", "error")),
+        ({"device": "cuda"}, "0.31.0", None),
+        ({"runner": "v2"}, "0.25.0", ("vllm-mixed-layers-early", "error")),
+    ],
+)
+def test_f22_mixed_layers(
+    tmp_path: Path, settings: dict[str, object], version: str, expected: tuple[str, str] | None
+) -> None:
+    pair = mixed_layers()
+    pair.version, pair.settings = version, dict(settings)
+    seen = {entry for entry in found(pair.check(tmp_path / "pair")) if "mixed" in entry[0]}
+    assert seen == ({expected} if expected else set())
+
+
+def dloop(mode: dict[str, object]) -> Pair:
+    pair = qwen36_35b_retrain()
+    pair.draft["architectures"] = ["DLoopDraftModel"]
+    pair.draft["dflash_config"]["dloop"] = mode
+    return pair
+
+
+def test_a_loop_needs_the_plugin_and_a_mode_that_is_served(tmp_path: Path) -> None:
+    refine = found(dloop({"mode": "refine", "prefix_lengths": [1, 3]}).check(tmp_path / "refine"))
+    assert ("plugin-needed", "info") in refine
+    assert not [code for code, severity in refine if severity == "error"]
+    extend = dloop({"mode": "extend", "max_loops": 3, "gate": -0.75})
+    extend.k = 45
+    seen = found(extend.check(tmp_path / "extend"))
+    assert ("loop-mode", "error") in seen
+    assert not [code for code, _ in seen if code.startswith("k-")]
+    short = dloop({"mode": "refine", "prefix_lengths": [1, 3]})
+    short.k = 2
+    assert ("loop-prefix-dropped", "warning") in found(short.check(tmp_path / "short"))
+
+
+def test_a_padded_vocabulary_is_said_to_be_one(tmp_path: Path) -> None:
+    pair = qwen3_8b()
+    pair.draft["vocab_size"] = 152064
+    (named,) = [f for f in pair.check(tmp_path / "pair").findings if f.code == "pair-vocabulary"]
+    assert "padded" in named.message
