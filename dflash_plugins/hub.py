@@ -28,11 +28,20 @@ Report = Callable[[str, int, int], None]
 
 @dataclass(frozen=True)
 class Model:
-    """A model as an engine is told of it (``name``, and the commit it is pinned to), and the folder to read it from."""
+    """A model as an engine is told of it (``name``, and the commit it is pinned to), and the folder to read it from.
+
+    ``label`` is what people and the compatibility matrix call it.
+    """
 
     name: str
     folder: Path
     revision: str | None = None
+    embedded: str | None = None
+
+    @property
+    def label(self) -> str:
+        """Its embedded name where it has one, else the name an engine is told."""
+        return self.embedded or self.name
 
 
 def locate(name: str, *, report: Report | None = None) -> Model:
@@ -42,9 +51,10 @@ def locate(name: str, *, report: Report | None = None) -> Model:
     """
     path = Path(name).expanduser()
     identity, _, revision = name.partition("@")
-    if path.exists() or name in TARGETS or name in DRAFTERS or not _ID.fullmatch(identity):
+    embedded = name if name in (*TARGETS, *DRAFTERS) and not path.exists() else None
+    if path.exists() or embedded or not _ID.fullmatch(identity):
         folder = resolve(name, report=report)
-        return Model(str(folder), folder)
+        return Model(str(folder), folder, embedded=embedded)
     if report is not None:
         report(f"reading the headers of {identity}", 0, 0)
     return _from_hub(identity, revision or None)

@@ -138,16 +138,16 @@ class _Group:
         self.keys = [first.key]
 
     def text(self) -> Text:
-        """Key, value and message; what to do; an information is one line."""
+        """Key, value and message; what to do, for an information on the same line."""
         first = self.first
         value = "" if first.value is None or len(_words(first.value)) > _LONGEST_VALUE else f" = {_words(first.value)}"
         others = f" (and {len(self.keys) - 1} more: {', '.join(self.keys[1:3])} ...)" if len(self.keys) > 1 else ""
         said = f"{first.key}{value}: {first.message}{others}"
         text = _line(_STYLES[first.severity], f"{first.severity} [{self.code}] ")
-        text.append(said, style="default" if first.severity is not Severity.INFO else "dim")
-        if first.severity is not Severity.INFO:
-            text.append(f"\n  -> {first.mend}", style="default")
-        return text
+        quiet = first.severity is Severity.INFO
+        return text.append(
+            f"{said}{' ' if quiet else chr(10) + '  '}-> {first.mend}", style="dim" if quiet else "default"
+        )
 
 
 def _groups(findings: Iterable[Finding]) -> Iterator[_Group]:

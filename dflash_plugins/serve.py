@@ -100,15 +100,15 @@ def _report(
         raise BadInput(f"--k {k} and the engine's flags disagree, which ask for K = {said}: give one of the two")
     k = said if k is None else k
     found = inspect_pair(draft.folder, target.folder, k=k, engine=facts.engine, launch=launch, settings=settings)
-    matrix, tested = _tested(facts, launch, found.draft, draft.name)
+    matrix, tested = _tested(facts, launch, found.draft, draft.label)
     findings = [*found.findings, *tested, *(_unversioned(facts, launch) if planned else ())]
     version_from = None if launch.version is None else "installed" if launch.root else "given"
     runner = launch.runner or facts.default_runner.get(launch.platform or "")
     about = {"version": launch.version, "version_from": version_from, "platform": launch.platform, "runner": runner}
     trained = None if found.block_size is None else found.block_size - 1
     return trained if k is None else k, {
-        "target": target.name,
-        "draft_name": draft.name,
+        "target": target.label,
+        "draft_name": draft.label,
         "engine": EngineSummary(name=facts.engine, **about),  # type: ignore[arg-type]
         "verdict": "refused" if errors(findings) else "engine-alone" if found.alone else "ok",
         "findings": tuple(sorted(findings, key=lambda f: list(Severity).index(f.severity))),
