@@ -175,9 +175,8 @@ def _target_files(draft: Path | str, target: Path | str | None, flags: Mapping[s
     header = _header_if_any(theirs)
     found: dict[str, Any] = {"generation": _generation(theirs, flags), "target_header": header}
     found["target_bytes"] = None if header is None else stored_bytes(header)
-    if (ours / "tokenizer.json").is_file() and (theirs / "tokenizer.json").is_file():
-        found["draft_vocabulary"] = read_tokenizer_vocabulary(ours)
-        found["target_vocabulary"] = read_tokenizer_vocabulary(theirs)
+    if vocabulary := read_tokenizer_vocabulary(ours):
+        found |= {"draft_vocabulary": vocabulary, "target_vocabulary": read_tokenizer_vocabulary(theirs)}
     return found
 
 

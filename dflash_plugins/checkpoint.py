@@ -172,7 +172,9 @@ def canonical_name(stored: str) -> str:
 
 def account(config: DraftConfig | Mapping[str, Any], header: Header, *, subject: str = "checkpoint") -> Accounting:
     """Every stored tensor claimed by one parameter, or named in a finding; and every missing parameter."""
-    slots = expected_tensors(config)
+    facts = dict(config.model_dump() if isinstance(config, DraftConfig) else config)
+    facts.setdefault("num_layers", _layers_stored(header))
+    slots = expected_tensors(facts)
     spellings: dict[str, list[str]] = {}
     for stored in header:
         spellings.setdefault(canonical_name(stored), []).append(stored)
@@ -185,10 +187,15 @@ def account(config: DraftConfig | Mapping[str, Any], header: Header, *, subject:
         *_missing_findings(slots, claimed, packed),
         *_shape_findings(slots, claimed, header),
     ]
-    facts = config.model_dump() if isinstance(config, DraftConfig) else config
     dtype, dtypes = effective_dtype(facts.get("dtype"), {s: header[s] for s in claimed.values()})
     own = {name: name in claimed for name in ("embed_tokens.weight", "lm_head.weight")}
     return Accounting(claimed, (*found, *dtypes), dtype, own["embed_tokens.weight"], own["lm_head.weight"], subject)
+
+
+def _layers_stored(header: Header) -> int:
+    """Layers that the tensors speak of, for a configuration that does not say how many there are."""
+    numbers = (canonical_name(name).split(".")[1] for name in header if canonical_name(name).startswith("layers."))
+    return 1 + max((int(number) for number in numbers if number.isdecimal() and len(number) < 4), default=-1)
 
 
 def _spelling_findings(spellings: Mapping[str, list[str]]) -> Iterator[Finding]:

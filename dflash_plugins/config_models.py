@@ -121,7 +121,9 @@ class DraftReading:
     """A description, or everything that stands in the way of one.
 
     ``facts`` holds the fields that could be read even when ``config`` is None, so that later checks can add their
-    findings to the same report. ``origins`` maps a field to the path its value was read from.
+    findings to the same report, and what the drafter says of its target (``eos_token_ids``, ``target_architectures``).
+    ``origins`` maps a field to the path its value was read from. ``said`` holds what no field can say, as traits
+    (``engines.Trait``).
     """
 
     subject: str

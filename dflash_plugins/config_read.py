@@ -152,13 +152,16 @@ def _read_unsupported(r: Reader) -> None:
 
 
 def _read_attention(r: Reader) -> None:
+    """What can be said of causality and windows, also where the kinds of the layers are not known."""
     layers = r.facts.get("num_layers")
-    if not layers:
-        return
-    sliding = _layer_kinds(r, layers)
-    if sliding is None:
-        return
-    r.put("causal", _causality(r, sliding))
+    sliding = _layer_kinds(r, layers) if layers else None
+    chosen = _chosen_causality(r)
+    if chosen is False:
+        r.said.add("non-causal")  # also where the number of layers is not known
+    if chosen is not None:
+        r.put("causal", (chosen,) * (layers or 0) or None)
+    elif sliding is not None:
+        r.put("causal", _causality_by_kind(r, sliding))
     r.put("windows", _windows(r, sliding))
 
 
@@ -198,8 +201,8 @@ def _kinds_without_types(r: Reader, layers: int) -> tuple[bool, ...] | None:
     return (use_swa,) * layers
 
 
-def _causality(r: Reader, sliding: tuple[bool, ...]) -> tuple[bool, ...] | None:
-    """Top-level is_causal, then dflash_config.causal, then speculators' flag, then the layer type, then not causal."""
+def _chosen_causality(r: Reader) -> bool | None:
+    """Top-level is_causal, then dflash_config.causal; None where neither is given."""
     explicit = r.take("is_causal", BOOL)
     nested = r.take("causal", BOOL)
     if explicit is not None and nested is not None and explicit != nested:
@@ -210,11 +213,15 @@ def _causality(r: Reader, sliding: tuple[bool, ...]) -> tuple[bool, ...] | None:
             "the two differ; the top level wins in vLLM, and SGLang reads no nested one",
             "keep one of them",
         )
-    chosen = explicit if explicit is not None else nested
     r.origins.pop("causal", None)
+    chosen: bool | None = explicit if explicit is not None else nested
     if chosen is not None:
         r.origins["causal"] = r.path("causal" if explicit is None else "is_causal")
-        return (chosen,) * len(sliding)
+    return chosen
+
+
+def _causality_by_kind(r: Reader, sliding: tuple[bool, ...]) -> tuple[bool, ...] | None:
+    """speculators' flag, then the type of each layer, then not causal."""
     if "speculators_model_type" in r.raw:
         return _speculators_causality(r, sliding)
     typed = bool(r.present("layer_types"))
@@ -245,9 +252,10 @@ def _speculators_causality(r: Reader, sliding: tuple[bool, ...]) -> tuple[bool, 
     return tuple(s and non_causal is False for s in sliding)
 
 
-def _windows(r: Reader, sliding: tuple[bool, ...]) -> tuple[int | None, ...] | None:
+def _windows(r: Reader, sliding: tuple[bool, ...] | None) -> tuple[int | None, ...] | None:
+    """The window of each layer that slides; ``sliding`` None: some may."""
     nested, top = r.take("swa_window_size", INT), r.take("sliding_window", INT)
-    if not any(sliding):
+    if sliding is not None and not any(sliding):
         return (None,) * len(sliding)
     if nested is not None and top is not None and nested != top:
         both = {r.path("swa_window_size"): nested, r.path("sliding_window"): top}
@@ -259,6 +267,8 @@ def _windows(r: Reader, sliding: tuple[bool, ...]) -> tuple[int | None, ...] | N
             "keep the one the drafter was trained with",
         )
     window = nested if nested is not None else top
+    if window is None and sliding is None and not _names_sliding(r):
+        return None
     if window is None or window < 1:
         r.error(
             "window-missing",
@@ -276,7 +286,11 @@ def _windows(r: Reader, sliding: tuple[bool, ...]) -> tuple[int | None, ...] | N
             "makes transformers drop the window of layers that slide",
             "set use_sliding_window to true",
         )
-    return tuple(window if s else None for s in sliding)
+    return None if sliding is None else tuple(window if s else None for s in sliding)
+
+
+def _names_sliding(r: Reader) -> bool:
+    return any(isinstance(e.value, list) and "sliding_attention" in e.value for e in r.present("layer_types"))
 
 
 def _read_mask(r: Reader) -> None:
@@ -474,6 +488,17 @@ def _loop_values_fit(r: Reader, path: str, loop: Mapping[str, Any]) -> bool:
     return True
 
 
+def _read_target_hints(r: Reader) -> None:
+    """What a drafter says of its target beside sizes: the ids of the end, and the architecture speculators notes."""
+    eos = tuple(i for entry in r.present("eos_token_id")[:1] for i in token_ids(entry.value))
+    r.put("eos_token_ids", eos or None)
+    noted = r.raw.get("speculators_config")
+    verifier = noted.get("verifier") if isinstance(noted, dict) else None
+    names = verifier.get("architectures") if isinstance(verifier, dict) else None
+    if isinstance(names, list) and names and all(isinstance(name, str) for name in names):
+        r.put("target_architectures", tuple(names))
+
+
 def _read_unknown(r: Reader) -> None:
     for path, value in unknown_paths(r.raw):
         r.warn("config-unknown-key", path, value, "is read by nothing of ours", "check the spelling, or remove it")
@@ -493,7 +518,7 @@ def _build(r: Reader) -> DraftConfig | None:
     if required - r.facts.keys():
         return None
     try:
-        return DraftConfig(**r.facts)
+        return DraftConfig(**{name: value for name, value in r.facts.items() if name in DraftConfig.model_fields})
     except ValidationError as error:
         for problem in error.errors():
             field = ".".join(str(p) for p in problem["loc"])
@@ -503,7 +528,7 @@ def _build(r: Reader) -> DraftConfig | None:
 
 _STEPS = (
     _read_architecture, _read_sizes, _read_head_dim, _read_activation, read_rope, _read_attention, _read_mask,
-    _read_layers_ids, _read_method_keys, _read_unsupported, _read_unknown,
+    _read_layers_ids, _read_method_keys, _read_unsupported, _read_target_hints, _read_unknown,
 )  # fmt: skip
 
 

@@ -21,7 +21,7 @@ from dflash_plugins.headers import INDEX
 from dflash_plugins.pairs import DRAFTERS, TARGETS, resolve
 from dflash_plugins.pairs.fetch import cache_root
 
-FILES = ("config.json", "generation_config.json", "tokenizer.json", INDEX)
+FILES = ("config.json", "generation_config.json", "tokenizer.json", "vocab.json", "added_tokens.json", INDEX)
 _ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 Report = Callable[[str, int, int], None]
 

@@ -68,6 +68,18 @@ def _theta(f: Facts) -> Iterator[Hit]:
     yield Hit("rope_theta", theta, {"other": f"{other:g}", "ratio": f"{max(theta, other) / min(theta, other):g}"})
 
 
+def _eos(f: Facts) -> Iterator[Hit]:
+    ours, theirs = f.draft.get("eos_token_ids") or (), f.target.eos_token_ids if f.target else ()
+    if ours and theirs and not set(ours) & set(theirs):
+        yield Hit("eos_token_id", list(ours), {"theirs": list(theirs)})
+
+
+def _noted_target(f: Facts) -> Iterator[Hit]:
+    noted = f.draft.get("target_architectures") or ()
+    if f.target and noted and f.target.architecture not in noted:
+        yield Hit("speculators_config.verifier.architectures", list(noted), {"here": f.target.architecture})
+
+
 def _tokenizers(f: Facts) -> Iterator[Hit]:
     """Only ids that both have room for count: a longer tail is padding."""
     if f.draft_vocabulary is None or f.target_vocabulary is None:
@@ -136,6 +148,14 @@ PAIR = (
     Rule(
         "pair-rope-theta", WARNING, _theta, "the target has {other}, a ratio of {ratio}",
         "check the drafter's training configuration: a wrong theta is silent and costs accepted tokens",
+    ),
+    Rule(
+        "pair-eos", WARNING, _eos, "shares no id with the target's ends {theirs}: perhaps a drafter of another target",
+        "make sure it was trained for this target",
+    ),
+    Rule(
+        "pair-architecture", WARNING, _noted_target, "names another target than {here}",
+        "make sure it was trained for this target",
     ),
 )  # fmt: skip
 TOKENIZERS = (Rule("pair-tokenizer", ERROR, _tokenizers, "{count} ids mean different tokens: {shown}", OTHER_TARGET),)
@@ -268,19 +288,23 @@ def dtype_name(name: str | None) -> str | None:
 
 
 def read_tokenizer_vocabulary(directory: Path) -> dict[str, int] | None:
-    """Token to id of ``tokenizer.json``, added tokens included; None when the directory ships none that says so."""
-    file = directory / "tokenizer.json"
-    if not file.is_file():
-        return None
-    raw = read_json(file)
-    model = raw.get("model")
-    vocab = model.get("vocab") if isinstance(model, dict) else None
-    if isinstance(vocab, list):
-        vocab = {entry[0]: i for i, entry in enumerate(vocab) if isinstance(entry, list) and entry}
-    added = raw.get("added_tokens")
-    known = list((vocab if isinstance(vocab, dict) else {}).items())
-    known += (
-        [(t.get("content"), t.get("id")) for t in added or () if isinstance(t, dict)] if isinstance(added, list) else []
-    )
-    found = {token: i for token, i in known if isinstance(token, str) and is_int(i)}
-    return found or None
+    """Token to id of ``tokenizer.json``, else of ``vocab.json``, added tokens included; None where neither says so."""
+    whole, old, more = (directory / name for name in ("tokenizer.json", "vocab.json", "added_tokens.json"))
+    if whole.is_file():
+        raw = read_json(whole)
+        model, added = raw.get("model"), raw.get("added_tokens")
+        known = list(_pieces(model.get("vocab") if isinstance(model, dict) else None))
+        known += (
+            [(t.get("content"), t.get("id")) for t in added if isinstance(t, dict)] if isinstance(added, list) else []
+        )
+    else:
+        known = [pair for file in (old, more) if file.is_file() for pair in read_json(file).items()]
+    return {token: i for token, i in known if isinstance(token, str) and is_int(i)} or None
+
+
+def _pieces(vocab: Any) -> Iterator[tuple[Any, Any]]:
+    """Of a mapping from token to id, or of a list whose places are the ids."""
+    if isinstance(vocab, dict):
+        yield from vocab.items()
+    elif isinstance(vocab, list):
+        yield from ((entry[0], i) for i, entry in enumerate(vocab) if isinstance(entry, list) and entry)

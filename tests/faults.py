@@ -112,6 +112,7 @@ _config(
     "rope_parameters", "vllm-mrope", ERROR,
     {"rope_theta": 10000000, "rope_type": "default", "mrope_section": [24, 20, 20]},
 )  # fmt: skip
+_config("num_hidden_layers", "config-missing", ERROR, DELETED, touches=("num_hidden_layers", "layer_types"))
 _config("rope_theta", "config-conflict", ERROR, 10000, touches=("rope_parameters",))
 _config("dtype", "dtype-config", WARNING, "float16", words="bfloat16", touches=("dtype-config",))
 _config("sliding_window", "window-missing", ERROR, None)
@@ -127,10 +128,15 @@ _config("dflash_config.dloop", "method-conflict", ERROR, {"mode": "refine", "pre
 _config("dflash_config.sample_from_anchor", "config-unsupported", ERROR, True)
 _config("dflash_config.projector_type", "config-unsupported", ERROR, "domino")
 _config("max_position_embeddings", "positions-served", WARNING, 32768, words="262144")
+_config("eos_token_id", "pair-eos", WARNING, 2, words="another target")
+_config(
+    "speculators_config", "pair-architecture", WARNING, {"verifier": {"architectures": ["Qwen3ForCausalLM"]}},
+    words="Qwen3_5ForConditionalGeneration",
+)  # fmt: skip
 _config("output_multiplier", "vllm-reads-scaling-nested-only", WARNING, 0.5, touches=("scale",))
-_target("hidden_size", "pair-hidden-size", ERROR, 4096)
+_target("hidden_size", "pair-hidden-size", ERROR, 4096, "target head")
 _target("num_hidden_layers", "pair-target-layers", ERROR, 48, "num_target_layers", "layer_types", IDS)
-_target("vocab_size", "pair-vocabulary", ERROR, 151936, MASK)
+_target("vocab_size", "pair-vocabulary", ERROR, 151936, MASK, "target head")
 _target("dtype", "dtype-range", WARNING, "float16", "target dtype")
 _set("dtype-range", ERROR, "target dtype", dtype="float16", words="65504")
 _set("dtype-range", ERROR, "target dtype", dtype="half")
@@ -159,12 +165,18 @@ _set("vllm-kv-dtype-unseen", WARNING, kv_cache_dtype="fp8", version="0.28.0")
 _set("vllm-hybrid-prefix-cache", WARNING, "enable_prefix_caching", version="0.28.1rc1.dev43+g6f7df92a8")
 _set("vllm-logits-processors", ERROR, logits_processors="mine:Processor")
 _set("vllm-synthetic-acceptance", ERROR, speculative_config__rejection_sample_method="synthetic")
+_set("vllm-padded-batch", ERROR, speculative_config__disable_padded_drafter_batch=True)
+_set("vllm-heterogeneous-vocabulary", ERROR, speculative_config__use_heterogeneous_vocab=True)
+_set("vllm-misplaced-ranks", ERROR, speculative_config__tensor_parallel_size=2, words="draft_tensor_parallel_size")
 _set("vllm-kv-connector", WARNING, kv_transfer_config='{"kv_connector": "X"}')
 _set("setting-unknown", WARNING, max_model_length=4096, words="max_model_len")
 _set("setting-type", ERROR, max_num_seqs="many")
 _set("setting-twice", ERROR, "tensor_parallel_size", tensor_parallel_size=2, tp=4)
 _set("draft-memory", ERROR, "memory", free_gib=0.4, words="does not fit")
-_set("weights-memory", ERROR, "memory", "tensor_parallel_size", memory_gib=16, gpu_memory_utilization=0.9)
+_set(
+    "weights-memory", ERROR, "memory", "tensor_parallel_size", "pipeline_parallel_size", "pp",
+    memory_gib=16, gpu_memory_utilization=0.9,
+)  # fmt: skip
 _set("draft-kv", INFO, "heads", tensor_parallel_size=2, words="10,240")
 
 
@@ -232,6 +244,15 @@ def _(pair: Pair) -> None:
     ours = {f"t{i}": i for i in range(12)}
     pair.target_files["tokenizer.json"] = {"model": {"vocab": ours}}
     pair.draft_files["tokenizer.json"] = {"model": {"vocab": ours | {"t7": 99, "other": 7}}}
+
+
+@fault("another vocabulary in the old files", "pair-tokenizer", ERROR, "tokenizer")
+def _(pair: Pair) -> None:
+    pair.target_files["tokenizer.json"] = {
+        "model": {"vocab": {"a": 0, "b": 1}},
+        "added_tokens": [{"id": 2, "content": "c"}],
+    }
+    pair.draft_files |= {"vocab.json": {"a": 0, "b": 1}, "added_tokens.json": {"d": 2}}
 
 
 @fault("min_p by default", "vllm-generation-min-p", ERROR, "generation", words="refuses min_p")

@@ -179,6 +179,12 @@ def test_post_releases_parse(version):
     assert "engine-too-old" in codes(limit_findings(facts("sglang", version="0.5.18.post3")))
 
 
+def test_sglang_had_no_dflash_before():
+    old = codes(limit_findings(facts("sglang", "DFlashDraftModel", version="0.5.10.post1")))
+    assert old["engine-too-old"] is Severity.ERROR
+    assert "engine-too-old" not in codes(limit_findings(facts("sglang", "DFlashDraftModel", version="0.5.12")))
+
+
 def test_a_build_just_before_the_release_only_warns():
     assert codes(limit_findings(facts("vllm", version="0.28.0rc1.dev5")))["engine-too-old"] is Severity.WARNING
 

@@ -26,7 +26,8 @@ def limit_findings(facts: Facts) -> list[Finding]:
     found = _unparsed(facts.launch.version) if version is None else []
     found += _architecture_findings(facts, version)
     for limit in facts.engine.limits:
-        if (holds := _holds(limit, facts, version)) is not False:
+        holds = _holds(limit, facts, version)
+        if holds or (holds is None and not (limit.severity is Severity.INFO and "method" not in facts.draft)):
             found.append(_limit_finding(limit, facts, version, certain=holds is True))
     if facts.launch.platform is not None:
         bugs = known_bugs(facts.engine.engine, facts.launch.platform, facts.launch.version)
@@ -68,14 +69,16 @@ def _seen(sign: Sign | None, facts: Facts) -> bool | None:
 
 def _holds(limit: Limit, facts: Facts, version: Version | None) -> Holds:
     when = limit.when
-    if when.methods is not None and facts.draft.get("method") not in when.methods:
+    method = facts.draft.get("method")
+    if when.methods is not None and (method or when.methods[0]) not in when.methods:
         return False
+    named = True if method or when.methods is None else None
     if not facts.traits.issuperset(when.traits):
         return False
     settings = {name: setting.value for name, setting in facts.settings.items()}
     if not (_tests_hold(when.settings, settings) and _tests_hold(when.generation, facts.generation)):
         return False
-    return _all([_launch_holds(limit, facts), _version_holds(limit, facts, version)])
+    return _all([named, _launch_holds(limit, facts), _version_holds(limit, facts, version)])
 
 
 def _all(parts: Iterable[Holds]) -> Holds:
@@ -128,6 +131,8 @@ def _limit_finding(limit: Limit, facts: Facts, version: Version | None, *, certa
 
 
 def _conditions(limit: Limit, facts: Facts, version: Version | None) -> Iterable[str]:
+    if limit.when.methods and "method" not in facts.draft:
+        yield f"the method is {' or '.join(limit.when.methods)}"
     if limit.when.runner and facts.runner is None:
         yield f"the runner is {limit.when.runner}"
     if _version_holds(limit, facts, version) is None:
