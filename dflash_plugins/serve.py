@@ -25,6 +25,8 @@ from dflash_plugins.matrix import read_matrix, status, status_finding
 from dflash_plugins.report import CheckReport, DraftSummary, EngineSummary, MatrixSummary, ServeReport
 from dflash_plugins.settings import SPECULATION, command_flags, read_settings, spelled
 
+RUNNER_VARIABLE = "VLLM_USE_V2_MODEL_RUNNER"
+
 
 def plan(
     engine: str,
@@ -49,7 +51,8 @@ def plan(
     own = [] if port is None else ["--port", str(port)]
     own += [] if name is None or "served_model_name" in given else ["--served-model-name", name]
     pair = Model(str(target), target), Model(str(draft), draft)
-    settings = {key: _value(value) for key, value in given.items()}
+    planning = {name for flag in facts.flags.values() if flag.planning for name in flag.names}
+    settings = {key: _value(value) for key, value in given.items() if key not in planning}  # vLLM has a --runner, too
     k, fields = _report(facts, pair, k, settings, launch_of(facts, None, settings))
     said = facts.engine == "sglang" and _k_of(facts, settings) is not None
     command = [sys.executable, "-m", server.module, *server.arguments, *_pair_flags(facts, pair, None if said else k)]
@@ -148,16 +151,22 @@ def launch_of(facts: EngineFacts, version: str | None, settings: Mapping[str, An
     """
     flags, _ = read_settings(facts, settings)
     said = {name: flags[name].value for name in ("runner", "device", "memory_gib", "free_gib") if name in flags}
-    runner = said.get("runner")
+    root = _package(facts) if version is None else None
+    runner = said.get("runner") or (_runner_asked_for() if root and "runner" in facts.flags else None)
     if runner not in (None, "v1", "v2"):
         raise BadInput(f"runner {runner}: known are v1 and v2")
-    root = _package(facts) if version is None else None
     version = version or (installed_version(facts) if root else None)
     platform = str(said["device"]).partition(":")[0] if "device" in said else _platform(facts, version, root)
     memory = (said.get("memory_gib"), said.get("free_gib"))
     if root is not None and platform != "cpu" and memory == (None, None):
         memory = gpu_memory() or memory
     return Launch(version, runner, platform, root, *memory)
+
+
+def _runner_asked_for() -> str | None:
+    """What the environment tells vLLM, which is about to start in it."""
+    asked = {"1": "v2", "true": "v2", "0": "v1", "false": "v1"}
+    return asked.get(os.environ.get(RUNNER_VARIABLE, "").strip().lower())
 
 
 def _platform(facts: EngineFacts, version: str | None, root: Path | None) -> str | None:
@@ -182,7 +191,7 @@ def _elsewhere(facts: EngineFacts, launch: Launch) -> Server:
 
 
 def _runner_variable(launch: Launch) -> list[str]:
-    return [] if launch.runner is None else ["env", f"VLLM_USE_V2_MODEL_RUNNER={int(launch.runner == 'v2')}"]
+    return [] if launch.runner is None else ["env", f"{RUNNER_VARIABLE}={int(launch.runner == 'v2')}"]
 
 
 def _pair_flags(
