@@ -17,25 +17,25 @@ from typing import TYPE_CHECKING, Any
 from safetensors import SafetensorError, safe_open
 
 from dflash_plugins.config import DraftConfig
-from dflash_plugins.config_places import read_json
 from dflash_plugins.errors import BadInput, Refused
 from dflash_plugins.findings import Finding, Severity, errors
+from dflash_plugins.headers import Header, directory_of, headers_only, read_header, tensor_files
 from dflash_plugins.pair import dtype_name
+from dflash_plugins.rules import QUANTISED_PARTS
 
 if TYPE_CHECKING:
     import torch
 
-Header = dict[str, tuple[str, tuple[int, ...]]]
+__all__ = [
+    "Accounting", "Header", "Slot", "account", "canonical_name", "directory_of", "effective_dtype", "expected_tensors",
+    "extra_file_findings", "id_map_findings", "load_tensors", "new_checkpoint", "read_header", "tensor_files",
+    "write_checkpoint",
+]  # fmt: skip
+
 Shape = tuple[int | None, ...]
 
-_INDEX = "model.safetensors.index.json"
 _FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
 _INTEGERS = frozenset({"I64", "I32"})
-# How quantised linear layers spell their parts, after the module's name.
-_PACKED = (
-    "weight_packed", "weight_scale", "weight_scale_2", "weight_scale_inv", "weight_shape", "weight_zero_point",
-    "weight_global_scale", "weight_g_idx", "input_scale", "input_global_scale", "qweight", "qzeros", "scales", "g_idx",
-)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -68,45 +68,6 @@ class Accounting:
         return self
 
 
-def directory_of(path: Path | str) -> Path:
-    """The folder of a checkpoint that is named by it or by a file in it."""
-    path = Path(path)
-    return path.parent if path.is_file() else path
-
-
-def tensor_files(path: Path | str) -> dict[str, Path]:
-    """Stored name to file, for a directory (single file or sharded index) or one safetensors file."""
-    path = Path(path)
-    if not path.exists():
-        raise BadInput(f"checkpoint: {path} does not exist")
-    if path.is_file():
-        return dict.fromkeys(_names(path), path)
-    if (path / _INDEX).is_file():
-        return _sharded(path)
-    found = sorted(path.glob("*.safetensors"))
-    if len(found) != 1:
-        other = [p.name for p in sorted(path.glob("*.bin"))]
-        said = f"; {other[0]} is a pickle and is not read" if other else ""
-        raise BadInput(f"checkpoint: {path} holds {len(found)} safetensors files and no {_INDEX}{said}")
-    return dict.fromkeys(_names(found[0]), found[0])
-
-
-def _sharded(directory: Path) -> dict[str, Path]:
-    index = directory / _INDEX
-    weights = read_json(index).get("weight_map")
-    if not isinstance(weights, dict) or not all(isinstance(v, str) for v in weights.values()):
-        raise BadInput(f"{index} has no weight_map from tensor to file")
-    files = {name: directory / Path(name).name for name in set(weights.values())}
-    stray = sorted(name for name, file in files.items() if name != file.name or not file.is_file())
-    if stray:
-        raise BadInput(f"{index} names files that are not beside it: {', '.join(stray)}")
-    stored = {tensor: file for file in sorted(files.values()) for tensor in _names(file)}
-    differing = sorted(stored.keys() ^ weights.keys()) or [t for t in stored if stored[t] != files[weights[t]]]
-    if differing:
-        raise BadInput(f"{index} and the files disagree about {', '.join(differing[:8])}")
-    return stored
-
-
 @contextmanager
 def _opened(file: Path, framework: str = "numpy") -> Iterator[Any]:
     try:
@@ -114,23 +75,6 @@ def _opened(file: Path, framework: str = "numpy") -> Iterator[Any]:
             yield handle
     except (SafetensorError, OSError) as error:
         raise BadInput(f"{file} is no complete safetensors file: {error}") from error
-
-
-def _names(file: Path) -> list[str]:
-    with _opened(file) as handle:
-        return list(handle.keys())
-
-
-def read_header(path: Path | str) -> Header:
-    """Stored name to (dtype as safetensors spells it, shape); ``BadInput`` naming the file when it is truncated."""
-    header: Header = {}
-    files = tensor_files(path)
-    for file in dict.fromkeys(files.values()):
-        with _opened(file) as handle:
-            for name in handle.keys():  # noqa: SIM118 - the handle is no mapping
-                part = handle.get_slice(name)
-                header[name] = (part.get_dtype(), tuple(part.get_shape()))
-    return header
 
 
 def _times(*sizes: int | None) -> int | None:
@@ -161,6 +105,8 @@ def _layer_slots(f: Mapping[str, Any], method: str | None) -> dict[str, Slot]:
     if f.get("attention_bias"):
         for name, size in (("q", queries), ("k", keys), ("v", keys), ("o", hidden)):
             slots[f"self_attn.{name}_proj.bias"] = Slot((size,))
+    if f.get("attention_sinks"):
+        slots["self_attn.attention_sink_bias"] = Slot((f.get("num_heads"),))
     return slots | _conv_slots(f)
 
 
@@ -226,7 +172,9 @@ def canonical_name(stored: str) -> str:
 
 def account(config: DraftConfig | Mapping[str, Any], header: Header, *, subject: str = "checkpoint") -> Accounting:
     """Every stored tensor claimed by one parameter, or named in a finding; and every missing parameter."""
-    slots = expected_tensors(config)
+    facts = dict(config.model_dump() if isinstance(config, DraftConfig) else config)
+    facts.setdefault("num_layers", _layers_stored(header))
+    slots = expected_tensors(facts)
     spellings: dict[str, list[str]] = {}
     for stored in header:
         spellings.setdefault(canonical_name(stored), []).append(stored)
@@ -239,10 +187,15 @@ def account(config: DraftConfig | Mapping[str, Any], header: Header, *, subject:
         *_missing_findings(slots, claimed, packed),
         *_shape_findings(slots, claimed, header),
     ]
-    facts = config.model_dump() if isinstance(config, DraftConfig) else config
     dtype, dtypes = effective_dtype(facts.get("dtype"), {s: header[s] for s in claimed.values()})
     own = {name: name in claimed for name in ("embed_tokens.weight", "lm_head.weight")}
     return Accounting(claimed, (*found, *dtypes), dtype, own["embed_tokens.weight"], own["lm_head.weight"], subject)
+
+
+def _layers_stored(header: Header) -> int:
+    """Layers that the tensors speak of, for a configuration that does not say how many there are."""
+    numbers = (canonical_name(name).split(".")[1] for name in header if canonical_name(name).startswith("layers."))
+    return 1 + max((int(number) for number in numbers if number.isdecimal() and len(number) < 4), default=-1)
 
 
 def _spelling_findings(spellings: Mapping[str, list[str]]) -> Iterator[Finding]:
@@ -257,7 +210,7 @@ def _packed_modules(unclaimed: set[str]) -> dict[str, list[str]]:
     modules: dict[str, list[str]] = {}
     for name in sorted(unclaimed):
         module, _, part = name.rpartition(".")
-        if part in _PACKED:
+        if part in QUANTISED_PARTS:
             modules.setdefault(module, []).append(name)
     return modules
 
@@ -352,6 +305,8 @@ def id_map_findings(path: Path | str, accounting: Accounting, vocab_size: int) -
     """Whether ``d2t`` (int [draft_vocab_size]; target id = draft id + d2t) leads into the target's vocabulary."""
     stored = accounting.claimed.get("d2t")
     if stored is None:
+        return []
+    if headers_only(path):
         return []
     with _opened(tensor_files(path)[stored]) as handle:
         targets = [i + int(offset) for i, offset in enumerate(handle.get_tensor(stored))]

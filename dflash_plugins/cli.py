@@ -225,6 +225,38 @@ def prove(
 
 
 @app.command()
+def check(
+    engine: Annotated[str, typer.Option(metavar="E", help="The engine it is planned for: vllm or sglang.")],
+    target: Annotated[
+        str,
+        typer.Option(metavar="T", help="Folder of the target, its embedded name, or ORG/NAME[@REVISION] of the hub."),
+    ],
+    draft: Annotated[
+        str,
+        typer.Option(metavar="D", help="Folder of the drafter, its embedded name, or ORG/NAME[@REVISION] of the hub."),
+    ],
+    engine_version: Annotated[
+        str | None, typer.Option(metavar="V", help="Instead of the engine that is installed here, if one is.")
+    ] = None,
+    k: K = None,
+    settings: Settings = None,
+    as_json: AsJson = False,
+) -> int:
+    """Say everything that is wrong with a pair and its planned launch. No engine has to be installed.
+
+    --set takes the engine's own flags, for vLLM runner=v1|v2 and device=..., and memory_gib= and free_gib= of one GPU.
+    """
+    from dflash_plugins.hub import locate
+    from dflash_plugins.serve import check as examine
+
+    planned = _parse_settings(settings or [])
+    with _quiet_stdout(), _progress() as report:
+        pair = locate(target, report=report), locate(draft, report=report)
+        found = examine(engine, *pair, k=k, version=engine_version, settings=planned)
+    return _finish(found, as_json)
+
+
+@app.command()
 def serve(
     engine: Annotated[str, typer.Option(metavar="E", help="The engine that serves.")],
     target: Annotated[str, typer.Option(metavar="T", help="Folder of the target, or its embedded name.")],
@@ -364,8 +396,6 @@ def _require(extra: str, *modules: str) -> None:
 
 def _parse_settings(settings: Sequence[str]) -> dict[str, Any]:
     """``KEY=VALUE`` pairs with values as YAML scalars; all that are not pairs, and keys given twice, at once."""
-    import yaml
-
     from dflash_plugins.errors import BadInput
 
     parsed: dict[str, Any] = {}
@@ -374,10 +404,20 @@ def _parse_settings(settings: Sequence[str]) -> dict[str, Any]:
         key, separator, value = setting.partition("=")
         if not (key and separator) or key in parsed:
             faults.append(setting)
-        parsed[key] = yaml.safe_load(value)
+        parsed[key] = _scalar(value)
     if faults:
         raise BadInput(f"--set takes KEY=VALUE, each key once; not so: {', '.join(faults)}")
     return parsed
+
+
+def _scalar(text: str) -> Any:
+    """A value as YAML reads it, or the text where it is no YAML."""
+    import yaml
+
+    try:
+        return yaml.safe_load(text)
+    except (yaml.YAMLError, ValueError):
+        return text
 
 
 if __name__ == "__main__":

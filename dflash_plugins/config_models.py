@@ -94,7 +94,11 @@ class DraftConfig(_Frozen):
 
 
 class TargetConfig(_Frozen):
-    """What a drafter has to know of its target; ``vocab_size`` counts embedding rows, often more than tokens."""
+    """What a drafter has to know of its target; ``vocab_size`` counts embedding rows, often more than tokens.
+
+    ``num_kv_layers`` layers have a KV cache, of ``kv_width`` elements (K and V together) per token; ``stateful`` says
+    whether other layers keep a state of their own (recurrent, linear attention), which cannot be cropped by length.
+    """
 
     architecture: str
     num_layers: int = Field(gt=0)
@@ -105,6 +109,11 @@ class TargetConfig(_Frozen):
     pad_token_id: int | None = None
     dtype: str | None = None
     max_position_embeddings: int | None = None
+    num_kv_layers: int | None = None
+    kv_width: int | None = None
+    num_kv_heads: int | None = None
+    stateful: bool = False
+    multimodal: bool = False
 
 
 @dataclass(frozen=True)
@@ -112,7 +121,9 @@ class DraftReading:
     """A description, or everything that stands in the way of one.
 
     ``facts`` holds the fields that could be read even when ``config`` is None, so that later checks can add their
-    findings to the same report. ``origins`` maps a field to the path its value was read from.
+    findings to the same report, and what the drafter says of its target (``eos_token_ids``, ``target_architectures``).
+    ``origins`` maps a field to the path its value was read from. ``said`` holds what no field can say, as traits
+    (``engines.Trait``).
     """
 
     subject: str
@@ -120,6 +131,7 @@ class DraftReading:
     findings: tuple[Finding, ...]
     facts: Mapping[str, Any]
     origins: Mapping[str, str]
+    said: frozenset[str] = frozenset()
 
     def require(self) -> DraftConfig:
         """The description; ``Refused`` with all findings when any of them is an error."""

@@ -152,7 +152,7 @@ def read_json(path: Path) -> dict[str, Any]:
         value = json.loads(path.read_text(encoding="utf-8"))
     except json.JSONDecodeError as error:
         raise BadInput(f"{path} is not JSON: {error.msg} in line {error.lineno}, column {error.colno}") from error
-    except (OSError, UnicodeDecodeError, RecursionError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise BadInput(f"{path} cannot be read: {error}") from error
     if not isinstance(value, dict):
         raise BadInput(f"{path} holds a JSON {type(value).__name__}, not an object")

@@ -1,21 +1,21 @@
-"""Reading a drafter's or a target's configuration into its description, with every finding at once."""
+"""Reading a drafter's configuration into its description, with every finding at once."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
-from dflash_plugins.config_models import DraftConfig, DraftReading, MethodName, TargetConfig
-from dflash_plugins.config_places import PLACES, Entry, collect, config_file, read_json, unknown_paths
+from dflash_plugins.config_models import DraftConfig, DraftReading, MethodName
+from dflash_plugins.config_places import config_file, read_json, unknown_paths
+from dflash_plugins.config_reader import BOOL, COUNT, INT, INTS, MAP, NUMBER, SIZE, STR, STRS, Reader, is_int
+from dflash_plugins.config_rope import read_rope
+from dflash_plugins.config_target import token_ids
 from dflash_plugins.engines import foreign_architecture
-from dflash_plugins.errors import Refused
-from dflash_plugins.findings import Finding, Severity
 
 OUR_ARCHITECTURES: Mapping[str, MethodName] = {
     "DFlashDraftModel": "dflash",
@@ -32,50 +32,28 @@ ARCHITECTURE_OF: Mapping[str, str] = {
 }
 
 
-@dataclass(frozen=True)
-class _Kind:
-    name: str
-    accepts: Callable[[Any], bool]
-
-
-def _is_int(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-_INT = _Kind("an integer", _is_int)
-_SIZE = _Kind("a positive integer", lambda v: _is_int(v) and v > 0)
-_NUMBER = _Kind("a finite number", lambda v: (_is_int(v) or isinstance(v, float)) and math.isfinite(v))
-_BOOL = _Kind("true or false", lambda v: isinstance(v, bool))
-_STR = _Kind("a string", lambda v: isinstance(v, str))
-_INTS = _Kind("a list of integers", lambda v: isinstance(v, list) and bool(v) and all(map(_is_int, v)))
-_STRS = _Kind("a list of strings", lambda v: isinstance(v, list) and all(isinstance(i, str) for i in v))
-_MAP = _Kind("an object", lambda v: isinstance(v, dict))
-
 _REQUIRED = (
-    ("num_layers", "num_hidden_layers", _SIZE),
-    ("hidden_size", "hidden_size", _SIZE),
-    ("intermediate_size", "intermediate_size", _SIZE),
-    ("num_heads", "num_attention_heads", _SIZE),
-    ("num_kv_heads", "num_key_value_heads", _SIZE),
-    ("rms_norm_eps", "rms_norm_eps", _NUMBER),
-    ("vocab_size", "vocab_size", _SIZE),
-    ("max_position_embeddings", "max_position_embeddings", _SIZE),
-    ("block_size", "block_size", _SIZE),
-    ("mask_token_id", "mask_token_id", _INT),
-    ("target_layer_ids", "target_layer_ids", _INTS),
+    ("num_layers", "num_hidden_layers", COUNT),
+    ("hidden_size", "hidden_size", SIZE),
+    ("intermediate_size", "intermediate_size", SIZE),
+    ("num_heads", "num_attention_heads", SIZE),
+    ("num_kv_heads", "num_key_value_heads", SIZE),
+    ("rms_norm_eps", "rms_norm_eps", NUMBER),
+    ("vocab_size", "vocab_size", SIZE),
+    ("max_position_embeddings", "max_position_embeddings", SIZE),
+    ("block_size", "block_size", SIZE),
+    ("mask_token_id", "mask_token_id", INT),
+    ("target_layer_ids", "target_layer_ids", INTS),
 )
 _OPTIONAL = (
-    ("attention_bias", _BOOL),
-    ("hidden_act", _STR),
-    ("draft_vocab_size", _SIZE),
-    ("num_target_layers", _SIZE),
-    ("input_embedding_scale", _NUMBER),
-    ("output_multiplier", _NUMBER),
-    ("final_logit_softcapping", _NUMBER),
+    ("attention_bias", BOOL),
+    ("hidden_act", STR),
+    ("draft_vocab_size", SIZE),
+    ("num_target_layers", SIZE),
+    ("input_embedding_scale", NUMBER),
+    ("output_multiplier", NUMBER),
+    ("final_logit_softcapping", NUMBER),
 )
-# A documented order exists for these; for every other key two places that differ are refused.
-_ORDERED = frozenset({"dtype", "final_logit_softcapping", "input_embedding_scale", "output_multiplier"})
-
 # Values that would change the computation in a way DraftConfig does not describe; the neutral value is fine.
 _UNSUPPORTED: tuple[tuple[str, Any, str], ...] = (
     ("attention_sink_bias", False, "attention sinks"),
@@ -92,82 +70,22 @@ _UNSUPPORTED: tuple[tuple[str, Any, str], ...] = (
 )
 
 
-class _Reader:
-    """One pass over one raw configuration; collects facts, where they came from, and findings."""
-
-    def __init__(self, raw: Mapping[str, Any]) -> None:
-        self.raw = raw
-        self.entries = collect(raw)
-        self.findings: list[Finding] = []
-        self.facts: dict[str, Any] = {}
-        self.origins: dict[str, str] = {}
-
-    def error(self, code: str, key: str, value: Any, message: str, mend: str) -> None:
-        self.findings.append(Finding.error(code, key, value, message, mend))
-
-    def warn(self, code: str, key: str, value: Any, message: str, mend: str) -> None:
-        self.findings.append(Finding.of(Severity.WARNING, code, key, value, message, mend))
-
-    def present(self, key: str) -> tuple[Entry, ...]:
-        return tuple(e for e in self.entries.get(key, ()) if e.value is not None)
-
-    def path(self, key: str) -> str:
-        """Where the key stands, or where it belongs."""
-        entries = self.present(key) or self.entries.get(key, ())
-        return entries[0].path if entries else PLACES[key][0][0]
-
-    def take(self, key: str, kind: _Kind, *, field: str | None = None) -> Any:
-        """First value that is not null, or None; differing places and wrong types become findings."""
-        entries = self.present(key)
-        if not entries:
-            return None
-        self._compare(key, entries)
-        first = entries[0]
-        if not kind.accepts(first.value):
-            self.error("config-type", first.path, first.value, f"is not {kind.name}", f"give {kind.name}")
-            return None
-        self.origins[field or key] = first.path
-        return first.value
-
-    def _compare(self, key: str, entries: tuple[Entry, ...]) -> None:
-        first = entries[0]
-        for other in entries[1:]:
-            if other.value == first.value:
-                continue
-            both = {first.path: first.value, other.path: other.value}
-            places = f"{first.path} and {other.path}"
-            if key in _ORDERED:
-                self.warn("config-conflict", places, both, f"the two differ; {first.path} is used", "keep one of them")
-            else:
-                self.error(
-                    "config-conflict",
-                    places,
-                    both,
-                    "the two differ and engines disagree about which one wins",
-                    "keep the one the drafter was trained with",
-                )
-
-    def put(self, field: str, value: Any) -> None:
-        if value is not None:
-            self.facts[field] = value
-
-
-def _read_sizes(r: _Reader) -> None:
+def _read_sizes(r: Reader) -> None:
     for field, key, kind in _REQUIRED:
         value = r.take(key, kind, field=field)
-        r.put(field, tuple(value) if kind is _INTS and value else value)
+        r.put(field, tuple(value) if kind is INTS and value else value)
         if not r.present(key):
             _missing(r, key)
     for key, kind in _OPTIONAL:
         r.put(key, r.take(key, kind))
     if r.facts.get("final_logit_softcapping", 1.0) <= 0:
         del r.facts["final_logit_softcapping"]  # both engines read zero as "no cap"
-    r.put("target_hidden_size", r.take("target_hidden_size", _SIZE) or r.facts.get("hidden_size"))
-    dtype = r.take("dtype", _STR)
+    r.put("target_hidden_size", r.take("target_hidden_size", SIZE) or r.facts.get("hidden_size"))
+    dtype = r.take("dtype", STR)
     r.put("dtype", dtype and dtype.removeprefix("torch."))
 
 
-def _missing(r: _Reader, key: str) -> None:
+def _missing(r: Reader, key: str) -> None:
     path = r.path(key)
     if key == "mask_token_id" and r.entries.get(key):
         r.error(
@@ -185,8 +103,8 @@ def _missing(r: _Reader, key: str) -> None:
         r.error("config-missing", path, None, "is missing", f"add {path} as the drafter was trained")
 
 
-def _read_head_dim(r: _Reader) -> None:
-    head_dim = r.take("head_dim", _SIZE)
+def _read_head_dim(r: Reader) -> None:
+    head_dim = r.take("head_dim", SIZE)
     hidden, heads = r.facts.get("hidden_size"), r.facts.get("num_heads")
     if head_dim is None and not r.present("head_dim") and hidden and heads:
         if hidden % heads == 0 and (hidden // heads == 128 or r.raw.get("model_type") != "qwen3"):
@@ -200,17 +118,24 @@ def _read_head_dim(r: _Reader) -> None:
                 "add head_dim",
             )
     r.put("head_dim", head_dim)
-    value_dim = r.take("v_head_dim", _INT)
+    kv_heads = r.facts.get("num_kv_heads")
+    if heads and kv_heads and heads % kv_heads:
+        path, message = r.path("num_key_value_heads"), f"does not divide the {heads} heads of num_attention_heads"
+        r.error("heads", path, kv_heads, message, "take both from the drafter's training configuration")
+    if head_dim is not None and head_dim % 2:
+        message = "is odd, so a head has no two halves to rotate"
+        r.error("head-dim", r.path("head_dim"), head_dim, message, "give the width of one head")
+    value_dim = r.take("v_head_dim", INT)
     if value_dim is not None and head_dim is not None and value_dim != head_dim:
-        _refuse_unsupported(r, "v_head_dim", value_dim, f"attention values of another width than {head_dim}")
+        r.unsupported("v_head_dim", value_dim, f"attention values of another width than {head_dim}")
 
 
-def _read_activation(r: _Reader) -> None:
+def _read_activation(r: Reader) -> None:
     if r.facts.get("hidden_act", "silu") != "silu":
-        _refuse_unsupported(r, "hidden_act", r.facts["hidden_act"], "another activation than silu")
+        r.unsupported("hidden_act", r.facts["hidden_act"], "another activation than silu")
 
 
-def _read_unsupported(r: _Reader) -> None:
+def _read_unsupported(r: Reader) -> None:
     for key, neutral, what in _UNSUPPORTED:
         for entry in r.present(key):
             if entry.value != neutral:
@@ -222,98 +147,27 @@ def _read_unsupported(r: _Reader) -> None:
                     "serve this drafter with an engine that does, without our plugin",
                 )
                 break
+    if any(e.value for key in ("attention_sink_bias", "add_swa_attention_sink_bias") for e in r.present(key)[:1]):
+        r.said.add("sinks")
 
 
-def _refuse_unsupported(r: _Reader, key: str, value: Any, what: str) -> None:
-    r.error(
-        "config-unsupported",
-        r.path(key),
-        value,
-        f"asks for {what}, which we do not compute",
-        "serve this drafter with an engine that does, without our plugin",
-    )
-
-
-def _read_rope(r: _Reader) -> None:
-    parameters = r.take("rope_parameters", _MAP) or {}
-    if any(isinstance(v, dict) for v in parameters.values()):
-        r.error(
-            "config-unsupported",
-            r.path("rope_parameters"),
-            parameters,
-            "gives rotary parameters per layer type, which we do not compute",
-            "give one set for all layers",
-        )
-        return
-    flat = r.take("rope_theta", _NUMBER, field="rope_theta")
-    nested = parameters.get("rope_theta")
-    nested_path = f"{r.path('rope_parameters')}.rope_theta"
-    if nested is not None and not _NUMBER.accepts(nested):
-        r.error("config-type", nested_path, nested, "is not a finite number", "give a finite number")
-        nested = None
-    if flat is not None and nested is not None and flat != nested:
-        r.error(
-            "config-conflict",
-            f"{r.path('rope_theta')} and {nested_path}",
-            {r.path("rope_theta"): flat, nested_path: nested},
-            "the two differ and engines disagree about which one wins",
-            "keep the one the drafter was trained with",
-        )
-    if flat is None and nested is None:
-        r.error(
-            "config-missing",
-            "rope_theta",
-            None,
-            "is missing here and in rope_parameters; engines' own defaults differ (10000, 1000000)",
-            "add rope_theta as the drafter was trained",
-        )
-    elif nested is not None:
-        r.origins["rope_theta"] = nested_path
-    theta = nested if nested is not None else flat
-    r.put("rope_theta", None if theta is None else float(theta))
-    _read_rope_scaling(r, {k: v for k, v in parameters.items() if k != "rope_theta"})
-
-
-def _canonical_scaling(scaling: Mapping[str, Any]) -> dict[str, Any] | None:
-    """``type`` is the old name of ``rope_type``; the default type means no scaling."""
-    canonical = {("rope_type" if k == "type" else k): v for k, v in scaling.items() if k != "rope_theta"}
-    if canonical.get("partial_rotary_factor") == 1.0:
-        del canonical["partial_rotary_factor"]
-    return None if canonical.get("rope_type", "default") == "default" and len(canonical) <= 1 else canonical
-
-
-def _read_rope_scaling(r: _Reader, parameters: Mapping[str, Any]) -> None:
-    legacy = r.take("rope_scaling", _MAP)
-    new, old = _canonical_scaling(parameters), _canonical_scaling(legacy or {})
-    if legacy is not None and parameters and new != old:
-        places = f"{r.path('rope_parameters')} and {r.path('rope_scaling')}"
-        r.error(
-            "config-conflict",
-            places,
-            {"rope_parameters": new, "rope_scaling": old},
-            "the two ask for different position scaling",
-            "keep the one the drafter was trained with",
-        )
-    scaling = new or old
-    if scaling and "partial_rotary_factor" in scaling:
-        _refuse_unsupported(r, "rope_parameters", scaling, "rotary embedding of a part of each head")
-    r.put("rope_scaling", scaling)
-
-
-def _read_attention(r: _Reader) -> None:
+def _read_attention(r: Reader) -> None:
+    """What can be said of causality and windows, also where the kinds of the layers are not known."""
     layers = r.facts.get("num_layers")
-    if not layers:
-        return
-    sliding = _layer_kinds(r, layers)
-    if sliding is None:
-        return
-    r.put("causal", _causality(r, sliding))
+    sliding = _layer_kinds(r, layers) if layers else None
+    chosen = _chosen_causality(r)
+    if chosen is False:
+        r.said.add("non-causal")  # also where the number of layers is not known
+    if chosen is not None:
+        r.put("causal", (chosen,) * (layers or 0) or None)
+    elif sliding is not None:
+        r.put("causal", _causality_by_kind(r, sliding))
     r.put("windows", _windows(r, sliding))
 
 
-def _layer_kinds(r: _Reader, layers: int) -> tuple[bool, ...] | None:
+def _layer_kinds(r: Reader, layers: int) -> tuple[bool, ...] | None:
     """Per layer, whether it slides; None after a finding."""
-    types = r.take("layer_types", _STRS)
+    types = r.take("layer_types", STRS)
     if types is None:
         return _kinds_without_types(r, layers)
     known = {"sliding_attention", "full_attention"}
@@ -328,14 +182,14 @@ def _layer_kinds(r: _Reader, layers: int) -> tuple[bool, ...] | None:
         return None
     sliding = tuple(t == "sliding_attention" for t in types)
     # vLLM: use_swa makes every layer slide when the types name no sliding one.
-    return (True,) * layers if r.take("use_swa", _BOOL) and not any(sliding) else sliding
+    return (True,) * layers if r.take("use_swa", BOOL) and not any(sliding) else sliding
 
 
-def _kinds_without_types(r: _Reader, layers: int) -> tuple[bool, ...] | None:
+def _kinds_without_types(r: Reader, layers: int) -> tuple[bool, ...] | None:
     if r.present("layer_types"):
         return None
-    use_swa = bool(r.take("use_swa", _BOOL))
-    if not use_swa and r.take("use_sliding_window", _BOOL):
+    use_swa = bool(r.take("use_swa", BOOL))
+    if not use_swa and r.take("use_sliding_window", BOOL):
         r.error(
             "layer-types",
             r.path("layer_types"),
@@ -347,10 +201,10 @@ def _kinds_without_types(r: _Reader, layers: int) -> tuple[bool, ...] | None:
     return (use_swa,) * layers
 
 
-def _causality(r: _Reader, sliding: tuple[bool, ...]) -> tuple[bool, ...] | None:
-    """Top-level is_causal, then dflash_config.causal, then speculators' flag, then the layer type, then not causal."""
-    explicit = r.take("is_causal", _BOOL)
-    nested = r.take("causal", _BOOL)
+def _chosen_causality(r: Reader) -> bool | None:
+    """Top-level is_causal, then dflash_config.causal; None where neither is given."""
+    explicit = r.take("is_causal", BOOL)
+    nested = r.take("causal", BOOL)
     if explicit is not None and nested is not None and explicit != nested:
         r.warn(
             "config-conflict",
@@ -359,21 +213,25 @@ def _causality(r: _Reader, sliding: tuple[bool, ...]) -> tuple[bool, ...] | None
             "the two differ; the top level wins in vLLM, and SGLang reads no nested one",
             "keep one of them",
         )
-    chosen = explicit if explicit is not None else nested
     r.origins.pop("causal", None)
+    chosen: bool | None = explicit if explicit is not None else nested
     if chosen is not None:
         r.origins["causal"] = r.path("causal" if explicit is None else "is_causal")
-        return (chosen,) * len(sliding)
+    return chosen
+
+
+def _causality_by_kind(r: Reader, sliding: tuple[bool, ...]) -> tuple[bool, ...] | None:
+    """speculators' flag, then the type of each layer, then not causal."""
     if "speculators_model_type" in r.raw:
         return _speculators_causality(r, sliding)
     typed = bool(r.present("layer_types"))
     return tuple(typed and s for s in sliding)
 
 
-def _speculators_causality(r: _Reader, sliding: tuple[bool, ...]) -> tuple[bool, ...] | None:
+def _speculators_causality(r: Reader, sliding: tuple[bool, ...]) -> tuple[bool, ...] | None:
     """speculators trains full layers without causality and sliding ones as the flag says."""
     key = "sliding_window_non_causal"
-    non_causal = r.take(key, _BOOL)
+    non_causal = r.take(key, BOOL)
     if non_causal is None and any(sliding):
         r.error(
             "config-missing",
@@ -394,9 +252,10 @@ def _speculators_causality(r: _Reader, sliding: tuple[bool, ...]) -> tuple[bool,
     return tuple(s and non_causal is False for s in sliding)
 
 
-def _windows(r: _Reader, sliding: tuple[bool, ...]) -> tuple[int | None, ...] | None:
-    nested, top = r.take("swa_window_size", _INT), r.take("sliding_window", _INT)
-    if not any(sliding):
+def _windows(r: Reader, sliding: tuple[bool, ...] | None) -> tuple[int | None, ...] | None:
+    """The window of each layer that slides; ``sliding`` None: some may."""
+    nested, top = r.take("swa_window_size", INT), r.take("sliding_window", INT)
+    if sliding is not None and not any(sliding):
         return (None,) * len(sliding)
     if nested is not None and top is not None and nested != top:
         both = {r.path("swa_window_size"): nested, r.path("sliding_window"): top}
@@ -408,6 +267,8 @@ def _windows(r: _Reader, sliding: tuple[bool, ...]) -> tuple[int | None, ...] | 
             "keep the one the drafter was trained with",
         )
     window = nested if nested is not None else top
+    if window is None and sliding is None and not _names_sliding(r):
+        return None
     if window is None or window < 1:
         r.error(
             "window-missing",
@@ -417,7 +278,7 @@ def _windows(r: _Reader, sliding: tuple[bool, ...]) -> tuple[int | None, ...] | 
             "set sliding_window in tokens",
         )
         return None
-    if r.take("use_sliding_window", _BOOL) is False and r.raw.get("model_type") == "qwen3":
+    if r.take("use_sliding_window", BOOL) is False and r.raw.get("model_type") == "qwen3":
         r.warn(
             "window-switched-off",
             r.path("use_sliding_window"),
@@ -425,10 +286,14 @@ def _windows(r: _Reader, sliding: tuple[bool, ...]) -> tuple[int | None, ...] | 
             "makes transformers drop the window of layers that slide",
             "set use_sliding_window to true",
         )
-    return tuple(window if s else None for s in sliding)
+    return None if sliding is None else tuple(window if s else None for s in sliding)
 
 
-def _read_mask(r: _Reader) -> None:
+def _names_sliding(r: Reader) -> bool:
+    return any(isinstance(e.value, list) and "sliding_attention" in e.value for e in r.present("layer_types"))
+
+
+def _read_mask(r: Reader) -> None:
     mask, rows = r.facts.get("mask_token_id"), r.facts.get("vocab_size")
     path = r.path("mask_token_id")
     if mask is None:
@@ -455,13 +320,7 @@ def _read_mask(r: _Reader) -> None:
                 )
 
 
-def token_ids(value: Any) -> tuple[int, ...]:
-    """Token ids given as one integer, a list of them or null."""
-    values = value if isinstance(value, list) else [value]
-    return tuple(v for v in values if _is_int(v))
-
-
-def _read_layers_ids(r: _Reader) -> None:
+def _read_layers_ids(r: Reader) -> None:
     ids, layers = r.facts.get("target_layer_ids"), r.facts.get("num_target_layers")
     if ids is None:
         return
@@ -475,12 +334,19 @@ def _read_layers_ids(r: _Reader) -> None:
             f"holds {wrong}, which are no layers of the target",
             "give 0-based layers whose OUTPUT is read (speculators' ids are one higher)",
         )
+    mend = "take the list from the drafter's training configuration"
     if len(set(ids)) != len(ids):
-        r.warn("target-layer-repeated", path, list(ids), "names a layer twice", "check the drafter's training list")
+        message = "names a layer twice; engines read it once, so that the features are narrower than fc"
+        r.error("target-layer-repeated", path, list(ids), message, mend)
+    if list(ids) != sorted(ids):
+        message = "is not in rising order, in which vLLM concatenates the features whatever the list says"
+        r.warn("target-layer-order", path, list(ids), message, mend)
 
 
-def _read_architecture(r: _Reader) -> None:
+def _read_architecture(r: Reader) -> None:
     kind = r.raw.get("speculators_model_type")
+    if kind is not None or "transformer_layer_config" in r.raw:
+        r.said.add("flat-layout")
     names = r.raw.get("architectures")
     if kind is not None:
         name, path = ARCHITECTURE_OF.get(str(kind), str(kind)), "speculators_model_type"
@@ -502,7 +368,7 @@ def _read_architecture(r: _Reader) -> None:
         _foreign_architecture(r, path, name)
 
 
-def _foreign_architecture(r: _Reader, path: str, name: str) -> None:
+def _foreign_architecture(r: Reader, path: str, name: str) -> None:
     foreign = foreign_architecture(name)
     if foreign is None:
         r.error(
@@ -514,9 +380,9 @@ def _foreign_architecture(r: _Reader, path: str, name: str) -> None:
     )
 
 
-def _read_pair(r: _Reader, first: str, second: str, field: str, names: tuple[str, str]) -> None:
+def _read_pair(r: Reader, first: str, second: str, field: str, names: tuple[str, str]) -> None:
     """Two keys that only mean something together."""
-    a, b = r.take(first, _SIZE), r.take(second, _SIZE)
+    a, b = r.take(first, SIZE), r.take(second, SIZE)
     if (a is None) != (b is None):
         lone, lost = (first, second) if b is None else (second, first)
         r.error("config-missing", r.path(lost), None, f"is missing beside {r.path(lone)}", f"add {r.path(lost)}")
@@ -524,7 +390,7 @@ def _read_pair(r: _Reader, first: str, second: str, field: str, names: tuple[str
         r.put(field, {names[0]: a, names[1]: b})
 
 
-def _read_method_keys(r: _Reader) -> None:
+def _read_method_keys(r: Reader) -> None:
     _read_pair(r, "selector_top_k", "selector_rank", "selector", ("top_k", "rank"))
     _read_pair(r, "conv_kernel_size", "conv_group_size", "conv", ("kernel_size", "group_size"))
     method = r.facts.get("method")
@@ -548,7 +414,7 @@ def _read_method_keys(r: _Reader) -> None:
     _read_loop(r, method)
 
 
-def _check_conv(r: _Reader) -> None:
+def _check_conv(r: Reader) -> None:
     conv, hidden = r.facts.get("conv"), r.facts.get("hidden_size")
     if conv and hidden and conv["group_size"] > 0 and hidden % conv["group_size"]:
         r.error(
@@ -560,8 +426,8 @@ def _check_conv(r: _Reader) -> None:
         )
 
 
-def _read_loop(r: _Reader, method: str | None) -> None:
-    loop = r.take("dloop", _MAP)
+def _read_loop(r: Reader, method: str | None) -> None:
+    loop = r.take("dloop", MAP)
     path = r.path("dloop")
     if loop is None:
         if method == "dloop" and not r.present("dloop"):
@@ -595,9 +461,9 @@ def _read_loop(r: _Reader, method: str | None) -> None:
         r.put("loop", {k: tuple(v) if isinstance(v, list) else v for k, v in loop.items()})
 
 
-def _loop_values_fit(r: _Reader, path: str, loop: Mapping[str, Any]) -> bool:
+def _loop_values_fit(r: Reader, path: str, loop: Mapping[str, Any]) -> bool:
     if loop["mode"] == "extend":
-        fits = _is_int(loop["max_loops"]) and loop["max_loops"] > 0 and _NUMBER.accepts(loop["gate"])
+        fits = is_int(loop["max_loops"]) and loop["max_loops"] > 0 and NUMBER.accepts(loop["gate"])
         if not fits:
             r.error(
                 "loop-extend",
@@ -609,7 +475,7 @@ def _loop_values_fit(r: _Reader, path: str, loop: Mapping[str, Any]) -> bool:
         return fits
     lengths, block = loop["prefix_lengths"], r.facts.get("block_size")
     k = math.inf if block is None else block - 1
-    fits = isinstance(lengths, list) and all(map(_is_int, lengths)) and all(0 < m < k for m in lengths)
+    fits = isinstance(lengths, list) and all(map(is_int, lengths)) and all(0 < m < k for m in lengths)
     if not fits or any(a >= b for a, b in pairwise(lengths)):
         r.error(
             "loop-prefix-lengths",
@@ -622,7 +488,18 @@ def _loop_values_fit(r: _Reader, path: str, loop: Mapping[str, Any]) -> bool:
     return True
 
 
-def _read_unknown(r: _Reader) -> None:
+def _read_target_hints(r: Reader) -> None:
+    """What a drafter says of its target beside sizes: the ids of the end, and the architecture speculators notes."""
+    eos = tuple(i for entry in r.present("eos_token_id")[:1] for i in token_ids(entry.value))
+    r.put("eos_token_ids", eos or None)
+    noted = r.raw.get("speculators_config")
+    verifier = noted.get("verifier") if isinstance(noted, dict) else None
+    names = verifier.get("architectures") if isinstance(verifier, dict) else None
+    if isinstance(names, list) and names and all(isinstance(name, str) for name in names):
+        r.put("target_architectures", tuple(names))
+
+
+def _read_unknown(r: Reader) -> None:
     for path, value in unknown_paths(r.raw):
         r.warn("config-unknown-key", path, value, "is read by nothing of ours", "check the spelling, or remove it")
     for entry in r.present("quantization_config")[:1]:
@@ -635,13 +512,13 @@ def _read_unknown(r: _Reader) -> None:
         )
 
 
-def _build(r: _Reader) -> DraftConfig | None:
+def _build(r: Reader) -> DraftConfig | None:
     """The description, if every required fact is there; pydantic's own objections become findings."""
     required = {name for name, field in DraftConfig.model_fields.items() if field.is_required()}
     if required - r.facts.keys():
         return None
     try:
-        return DraftConfig(**r.facts)
+        return DraftConfig(**{name: value for name, value in r.facts.items() if name in DraftConfig.model_fields})
     except ValidationError as error:
         for problem in error.errors():
             field = ".".join(str(p) for p in problem["loc"])
@@ -650,8 +527,8 @@ def _build(r: _Reader) -> DraftConfig | None:
 
 
 _STEPS = (
-    _read_architecture, _read_sizes, _read_head_dim, _read_activation, _read_rope, _read_attention, _read_mask,
-    _read_layers_ids, _read_method_keys, _read_unsupported, _read_unknown,
+    _read_architecture, _read_sizes, _read_head_dim, _read_activation, read_rope, _read_attention, _read_mask,
+    _read_layers_ids, _read_method_keys, _read_unsupported, _read_target_hints, _read_unknown,
 )  # fmt: skip
 
 
@@ -666,42 +543,9 @@ def read_draft_config(source: Path | str | Mapping[str, Any]) -> DraftReading:
     else:
         file = config_file(Path(source), "drafter")
         raw, subject = read_json(file), f"drafter {file}"
-    reader = _Reader(raw)
+    reader = Reader(raw)
     for step in _STEPS:
         step(reader)
     config = _build(reader)
-    return DraftReading(subject, config, tuple(reader.findings), dict(reader.facts), dict(reader.origins))
-
-
-def read_target_config(path: Path | str) -> TargetConfig:
-    """The target's sizes from its config.json (and eos ids from generation_config.json when it is there)."""
-    file = config_file(Path(path), "target")
-    raw = read_json(file)
-    text = raw["text_config"] if isinstance(raw.get("text_config"), dict) else raw
-    generation = file.parent / "generation_config.json"
-    more = read_json(generation) if generation.is_file() else {}
-    eos = (*token_ids(text.get("eos_token_id", raw.get("eos_token_id"))), *token_ids(more.get("eos_token_id")))
-    rope = text.get("rope_parameters") or {}
-    rope = rope.get("full_attention", rope)
-    facts = {
-        "architecture": (raw.get("architectures") or [None])[0],
-        "num_layers": text.get("num_hidden_layers"),
-        "hidden_size": text.get("hidden_size"),
-        "vocab_size": text.get("vocab_size"),
-        "rope_theta": rope.get("rope_theta", text.get("rope_theta")),
-        "eos_token_ids": tuple(dict.fromkeys(eos)),
-        "pad_token_id": text.get("pad_token_id"),
-        "dtype": text.get("dtype", text.get("torch_dtype", raw.get("dtype", raw.get("torch_dtype")))),
-        "max_position_embeddings": text.get("max_position_embeddings"),
-    }
-    try:
-        return TargetConfig(**facts)
-    except ValidationError as error:
-        raise Refused(
-            f"target {file}", (_target_finding(p["loc"], p["input"], p["msg"]) for p in error.errors())
-        ) from error
-
-
-def _target_finding(location: tuple[int | str, ...], value: Any, message: str) -> Finding:
-    key = ".".join(map(str, location))
-    return Finding.error("target-config", key, value, message, "use a complete transformers config.json")
+    facts, origins, said = dict(reader.facts), dict(reader.origins), frozenset(reader.said)
+    return DraftReading(subject, config, tuple(reader.findings), facts, origins, said)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from enum import StrEnum
 from typing import Any, Self
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, field_validator
 
 
 class Severity(StrEnum):
@@ -29,6 +30,11 @@ class Finding(BaseModel):
     message: str
     mend: str
 
+    @field_validator("key", "value", "message", "mend", mode="before")
+    @classmethod
+    def _can_be_printed(cls, value: Any) -> Any:
+        return printable(value)
+
     @classmethod
     def of(cls, severity: Severity, code: str, key: str, value: Any, message: str, mend: str) -> Self:
         """With the fields in the order in which they are read."""
@@ -41,6 +47,17 @@ class Finding(BaseModel):
 
     def __str__(self) -> str:
         return f"[{self.code}] {self.key} = {self.value!r}: {self.message} -> {self.mend}"
+
+
+def printable(value: Any) -> Any:
+    """The same, as UTF-8 and JSON can say it: lone surrogates and numbers that are not finite become words."""
+    if isinstance(value, str):
+        return value.encode("utf-8", "backslashreplace").decode("utf-8")
+    if isinstance(value, float):
+        return value if math.isfinite(value) else str(value)
+    if isinstance(value, dict):
+        return {printable(str(key)): printable(inner) for key, inner in value.items()}
+    return [printable(inner) for inner in value] if isinstance(value, list | tuple) else value
 
 
 def errors(findings: Iterable[Finding]) -> tuple[Finding, ...]:

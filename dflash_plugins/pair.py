@@ -1,16 +1,219 @@
-"""Checks that need more than the drafter's own configuration: the target, the served K, the dtype, the tokenizer."""
+"""Rules on a drafter and its target, and the same as functions for whoever holds only some of the facts."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from dflash_plugins.config import DraftConfig, LoopConfig, TargetConfig
+from dflash_plugins.config_models import DraftConfig, LoopConfig, TargetConfig
 from dflash_plugins.config_places import read_json
+from dflash_plugins.config_reader import is_int
 from dflash_plugins.findings import Finding, Severity
+from dflash_plugins.rules import Facts, Hit, Rule, run
 
 ERROR, WARNING, INFO = Severity.ERROR, Severity.WARNING, Severity.INFO
+OTHER_TARGET = "use the target the drafter was trained for"
+
+
+def _fc_width(f: Facts) -> Iterator[Hit]:
+    features = f.draft.get("target_hidden_size")
+    if f.target and features not in (None, f.target.hidden_size):
+        yield Hit("target_hidden_size", features, {"width": f.target.hidden_size})
+
+
+def _shared_embedding(f: Facts) -> Iterator[Hit]:
+    hidden = f.draft.get("hidden_size")
+    fits = f.target and f.draft.get("target_hidden_size") in (None, f.target.hidden_size)
+    if f.target and fits and hidden not in (None, f.target.hidden_size) and f.own_embedding is False:
+        yield Hit("hidden_size", hidden, {"width": f.target.hidden_size})
+
+
+def _target_layers(f: Facts) -> Iterator[Hit]:
+    layers = f.draft.get("num_target_layers")
+    if f.target and layers not in (None, f.target.num_layers):
+        yield Hit("num_target_layers", layers, {"layers": f.target.num_layers})
+
+
+def _layer_range(f: Facts) -> Iterator[Hit]:
+    ids = f.draft.get("target_layer_ids") or ()
+    wrong = [i for i in ids if f.target and not 0 <= i < f.target.num_layers]
+    if f.target and wrong:
+        yield Hit("target_layer_ids", list(ids), {"wrong": wrong, "layers": f.target.num_layers})
+
+
+def _vocabulary(f: Facts) -> Iterator[Hit]:
+    vocab = f.draft.get("vocab_size")
+    if f.target and vocab not in (None, f.target.vocab_size):
+        kind = "padded otherwise, or for" if vocab > f.target.vocab_size else "for"
+        yield Hit("vocab_size", vocab, {"rows": f.target.vocab_size, "kind": kind})
+
+
+def _mask_range(f: Facts) -> Iterator[Hit]:
+    mask = f.draft.get("mask_token_id")
+    if f.target and mask is not None and mask >= f.target.vocab_size:
+        yield Hit("mask_token_id", mask, {"rows": f.target.vocab_size})
+
+
+def _mask_shared(f: Facts) -> Iterator[Hit]:
+    mask = f.draft.get("mask_token_id")
+    if f.target and mask is not None and mask in (*f.target.eos_token_ids, f.target.pad_token_id):
+        yield Hit("mask_token_id", mask)
+
+
+def _theta(f: Facts) -> Iterator[Hit]:
+    theta, other = f.draft.get("rope_theta"), f.target.rope_theta if f.target else None
+    if theta is None or other is None or min(theta, other) <= 0 or theta == other:
+        return
+    yield Hit("rope_theta", theta, {"other": f"{other:g}", "ratio": f"{max(theta, other) / min(theta, other):g}"})
+
+
+def _eos(f: Facts) -> Iterator[Hit]:
+    ours, theirs = f.draft.get("eos_token_ids") or (), f.target.eos_token_ids if f.target else ()
+    if ours and theirs and not set(ours) & set(theirs):
+        yield Hit("eos_token_id", list(ours), {"theirs": list(theirs)})
+
+
+def _noted_target(f: Facts) -> Iterator[Hit]:
+    noted = f.draft.get("target_architectures") or ()
+    if f.target and noted and f.target.architecture not in noted:
+        yield Hit("speculators_config.verifier.architectures", list(noted), {"here": f.target.architecture})
+
+
+def _tokenizers(f: Facts) -> Iterator[Hit]:
+    """Only ids that both have room for count: a longer tail is padding."""
+    if f.draft_vocabulary is None or f.target_vocabulary is None:
+        return
+    ours, theirs = ({i: t for t, i in v.items()} for v in (f.target_vocabulary, f.draft_vocabulary))
+    rows = min(max(ours, default=-1), max(theirs, default=-1))
+    differing = sorted(i for i in ours.keys() | theirs.keys() if i <= rows and ours.get(i) != theirs.get(i))
+    if differing:
+        named = [f"{i} ({ours.get(i)!r} in the target, {theirs.get(i)!r} in the drafter)" for i in differing[:8]]
+        shown = ", ".join([*named, *(["..."] if len(differing) > 8 else [])])
+        yield Hit("tokenizer.json", differing, {"count": len(differing), "shown": shown})
+
+
+def _dtype_range(f: Facts) -> Iterator[Hit]:
+    stored, served = dtype_name(f.dtype), dtype_name(f.served_dtype)
+    if served == "float16" and stored not in (None, served):
+        yield Hit("dtype", served, {"stored": stored})
+
+
+def _dtype_wider(f: Facts) -> Iterator[Hit]:
+    stored, served = dtype_name(f.dtype), dtype_name(f.served_dtype)
+    if stored not in (None, "float32") and served == "float32":
+        yield Hit("dtype", served, {"stored": stored})
+
+
+def _dtype_cast(f: Facts) -> Iterator[Hit]:
+    stored, served = dtype_name(f.dtype), dtype_name(f.served_dtype)
+    if stored is not None and served not in (None, "auto", "float16", "float32", stored):
+        yield Hit("dtype", served, {"stored": stored})
+
+
+def _target_dtype(f: Facts) -> Iterator[Hit]:
+    """Where nobody asks for a dtype, engines serve the drafter in the target's."""
+    stored, served = dtype_name(f.dtype), dtype_name(f.target.dtype) if f.target else None
+    asked = f.served_dtype not in (None, "auto")
+    if f.engine and not asked and stored == "bfloat16" and served == "float16":
+        yield Hit("dtype", "auto", {"stored": stored, "served": served})
+
+
+PAIR = (
+    Rule(
+        "pair-hidden-size", ERROR, _fc_width,
+        "the target's residual stream is {width} wide, so fc does not fit its features", OTHER_TARGET,
+    ),
+    Rule(
+        "pair-hidden-size", ERROR, _shared_embedding,
+        "the drafter shares the target's embedding, which is {width} wide", OTHER_TARGET,
+    ),
+    Rule("pair-target-layers", ERROR, _target_layers, "the target has {layers} layers", OTHER_TARGET),
+    Rule(
+        "target-layer-range", ERROR, _layer_range, "{wrong} are no layers of a target with {layers}",
+        f"{OTHER_TARGET}, or check whether the ids are speculators' (one higher)",
+    ),
+    Rule(
+        "pair-vocabulary", ERROR, _vocabulary,
+        "the target's embedding has {rows} rows: a drafter {kind} another vocabulary", OTHER_TARGET,
+    ),
+    Rule(
+        "mask-token-range", ERROR, _mask_range, "lies beyond the {rows} rows of the target's embedding",
+        "set an id inside the embedding; one past the tokenizer's last is fine",
+    ),
+    Rule(
+        "mask-token-shared", WARNING, _mask_shared, "is the target's end or padding token as well",
+        "make sure the drafter was trained with this id as its mask",
+    ),
+    Rule(
+        "pair-rope-theta", WARNING, _theta, "the target has {other}, a ratio of {ratio}",
+        "check the drafter's training configuration: a wrong theta is silent and costs accepted tokens",
+    ),
+    Rule(
+        "pair-eos", WARNING, _eos, "shares no id with the target's ends {theirs}: perhaps a drafter of another target",
+        "make sure it was trained for this target",
+    ),
+    Rule(
+        "pair-architecture", WARNING, _noted_target, "names another target than {here}",
+        "make sure it was trained for this target",
+    ),
+)  # fmt: skip
+TOKENIZERS = (Rule("pair-tokenizer", ERROR, _tokenizers, "{count} ids mean different tokens: {shown}", OTHER_TARGET),)
+DTYPES = (
+    Rule(
+        "dtype-range", ERROR, _dtype_range,
+        "serves {stored} weights as float16: features beyond 65504 become infinite and drafts are lost",
+        "serve {stored} or float32",
+    ),
+    Rule(
+        "dtype-range", WARNING, _target_dtype,
+        "serves the drafter's {stored} weights in the target's {served}: what exceeds 65504 becomes infinite",
+        "serve both as {stored}",
+    ),
+    Rule("dtype-cast", WARNING, _dtype_cast, "weights are stored as {stored}", "{stored} is exact"),
+    Rule("dtype-cast", INFO, _dtype_wider, "weights are stored as {stored}", "{stored} is exact"),
+)  # fmt: skip
+
+
+def _k_range(f: Facts) -> Iterator[Hit]:
+    if f.k is not None and f.k < 1 and f.trained_k is not None:
+        yield Hit("k", f.k, {"most": f.trained_k * _blocks(f)})
+
+
+def _k_beyond(f: Facts) -> Iterator[Hit]:
+    if f.k is not None and f.trained_k is not None and f.k > (most := f.trained_k * _blocks(f)):
+        yield Hit("k", f.k, {"most": most, "block": f.trained_k + 1})
+
+
+def _k_part(f: Facts) -> Iterator[Hit]:
+    if f.k is not None and f.trained_k is not None and f.trained_k < f.k < f.trained_k * _blocks(f):
+        yield Hit("k", f.k, {"k": f.trained_k})
+
+
+def _k_below(f: Facts) -> Iterator[Hit]:
+    if f.k is not None and f.trained_k is not None and 1 <= f.k < f.trained_k:
+        yield Hit("k", f.k, {"k": f.trained_k})
+
+
+def _blocks(f: Facts) -> int:
+    """Mode extend drafts block after block: the engine's K is then a multiple of the block's."""
+    loop = f.draft.get("loop") or {}
+    return int(loop["max_loops"]) if loop.get("mode") == "extend" else 1
+
+
+PROPOSALS = (
+    Rule("k-range", ERROR, _k_range, "is no number of proposals", "give 1 to {most}"),
+    Rule(
+        "k-beyond-block", WARNING, _k_beyond,
+        "goes beyond the trained block of {block}; acceptance may collapse at every slot", "serve at most {most}",
+    ),
+    Rule("k-part-block", WARNING, _k_part, "is no whole number of blocks of {k} proposals", "serve a multiple of {k}"),
+    Rule(
+        "k-below-block", INFO, _k_below,
+        "is less than the {k} proposals of the trained block; fewer masks change every proposal",
+        "{k} is what the drafter was trained with",
+    ),
+)  # fmt: skip
 
 
 def pair_findings(
@@ -22,101 +225,22 @@ def pair_findings(
     checked. ``own_embedding`` says whether the checkpoint ships its own token embedding (None: not known).
     """
     facts = draft.model_dump() if isinstance(draft, DraftConfig) else draft
-    return [
-        *_width_findings(facts, target, own_embedding),
-        *_layer_findings(facts, target),
-        *_vocabulary_findings(facts, target),
-        *_theta_findings(facts, target),
-    ]
-
-
-def _width_findings(facts: Mapping[str, Any], target: TargetConfig, own: bool | None) -> list[Finding]:
-    found = []
-    features, hidden = facts.get("target_hidden_size"), facts.get("hidden_size")
-    if features is not None and features != target.hidden_size:
-        found.append(
-            Finding.error(
-                "pair-hidden-size",
-                "target_hidden_size",
-                features,
-                f"the target's residual stream is {target.hidden_size} wide, so fc does not fit its features",
-                "use the target the drafter was trained for",
-            )
-        )
-    elif hidden is not None and hidden != target.hidden_size and own is False:
-        found.append(
-            Finding.error(
-                "pair-hidden-size",
-                "hidden_size",
-                hidden,
-                f"the drafter shares the target's embedding, which is {target.hidden_size} wide",
-                "use the target the drafter was trained for",
-            )
-        )
-    return found
-
-
-def _layer_findings(facts: Mapping[str, Any], target: TargetConfig) -> list[Finding]:
-    found = []
-    layers, ids = facts.get("num_target_layers"), facts.get("target_layer_ids") or ()
-    if layers is not None and layers != target.num_layers:
-        message = f"the target has {target.num_layers} layers"
-        mend = "use the target the drafter was trained for"
-        found.append(Finding.error("pair-target-layers", "num_target_layers", layers, message, mend))
-    wrong = [i for i in ids if not 0 <= i < target.num_layers]
-    if wrong:
-        message = f"{wrong} are no layers of a target with {target.num_layers}"
-        mend = "use the target the drafter was trained for, or check whether the ids are speculators' (one higher)"
-        found.append(Finding.error("target-layer-range", "target_layer_ids", list(ids), message, mend))
-    return found
-
-
-def _vocabulary_findings(facts: Mapping[str, Any], target: TargetConfig) -> list[Finding]:
-    found = []
-    vocab, mask = facts.get("vocab_size"), facts.get("mask_token_id")
-    if vocab is not None and vocab != target.vocab_size:
-        message = f"the target's embedding has {target.vocab_size} rows: a drafter for another vocabulary"
-        mend = "use the target the drafter was trained for"
-        found.append(Finding.error("pair-vocabulary", "vocab_size", vocab, message, mend))
-    if mask is not None and mask >= target.vocab_size:
-        message = f"lies beyond the {target.vocab_size} rows of the target's embedding"
-        mend = "set an id inside the embedding; one past the tokenizer's last is fine"
-        found.append(Finding.error("mask-token-range", "mask_token_id", mask, message, mend))
-    special = {*target.eos_token_ids, *(() if target.pad_token_id is None else (target.pad_token_id,))}
-    if mask in special:
-        message = "is the target's end or padding token as well"
-        mend = "make sure the drafter was trained with this id as its mask"
-        found.append(Finding.of(WARNING, "mask-token-shared", "mask_token_id", mask, message, mend))
-    return found
-
-
-def _theta_findings(facts: Mapping[str, Any], target: TargetConfig) -> list[Finding]:
-    theta = facts.get("rope_theta")
-    if theta is None or target.rope_theta is None or theta == target.rope_theta:
-        return []
-    ratio = max(theta, target.rope_theta) / min(theta, target.rope_theta)
-    message = f"the target has {target.rope_theta:g}, a ratio of {ratio:g}"
-    mend = "check the drafter's training configuration: a wrong theta is silent and costs accepted tokens"
-    return [Finding.of(WARNING, "pair-rope-theta", "rope_theta", theta, message, mend)]
+    return run(PAIR, Facts(draft=facts, target=target, own_embedding=own_embedding))
 
 
 def k_findings(config: DraftConfig, k: int | None) -> list[Finding]:
     """Whether K proposals per round suit the trained block."""
-    # Mode extend drafts block after block: the engine's K is then a multiple of the block's.
-    blocks = config.loop.max_loops if config.loop is not None and config.loop.mode == "extend" else 1
-    most = config.k * blocks
-    if k is None or k in (config.k, most):
-        return []
-    if k < 1:
-        return [Finding.error("k-range", "k", k, "is no number of proposals", f"give 1 to {most}")]
-    if k > most:
-        message = f"goes beyond the trained block of {config.block_size}; acceptance may collapse at every slot"
-        return [Finding.of(WARNING, "k-beyond-block", "k", k, message, f"serve at most {most}")]
-    if k > config.k:
-        message = f"is no whole number of blocks of {config.k} proposals"
-        return [Finding.of(WARNING, "k-part-block", "k", k, message, f"serve a multiple of {config.k}")]
-    message = f"is less than the {config.k} proposals of the trained block; fewer masks change every proposal"
-    return [Finding.of(INFO, "k-below-block", "k", k, message, f"{config.k} is what the drafter was trained with")]
+    return run(PROPOSALS, Facts(draft=config.model_dump(), k=k))
+
+
+def serving_dtype_findings(stored: str | None, served: str | None) -> list[Finding]:
+    """Whether weights stored as one dtype may be served as another; names as in ``dtype_name``."""
+    return run(DTYPES, Facts(dtype=stored, served_dtype=served))
+
+
+def tokenizer_findings(target: Mapping[str, int], draft: Mapping[str, int]) -> list[Finding]:
+    """Whether two vocabularies (token to id) agree on every id that both have room for; a longer tail is padding."""
+    return run(TOKENIZERS, Facts(target_vocabulary=target, draft_vocabulary=draft))
 
 
 def loop_mode_finding(mode: str) -> Finding:
@@ -163,39 +287,24 @@ def dtype_name(name: str | None) -> str | None:
     return None if name is None else _NAMES.get(name.removeprefix("torch."), name.removeprefix("torch."))
 
 
-def serving_dtype_findings(stored: str | None, served: str | None) -> list[Finding]:
-    """Whether weights stored as one dtype may be served as another; names as in ``dtype_name``."""
-    stored, served = dtype_name(stored), dtype_name(served)
-    if stored is None or served in (None, "auto", stored):
-        return []
-    if served == "float16":
-        message = f"serves {stored} weights as float16: features beyond 65504 become infinite and drafts are lost"
-        return [Finding.error("dtype-range", "dtype", served, message, f"serve {stored} or float32")]
-    severity = INFO if served == "float32" else WARNING
-    return [
-        Finding.of(severity, "dtype-cast", "dtype", served, f"weights are stored as {stored}", f"{stored} is exact")
-    ]
-
-
-def tokenizer_findings(target: Mapping[str, int], draft: Mapping[str, int]) -> list[Finding]:
-    """Whether two vocabularies (token to id) agree on every id that both have room for; a longer tail is padding."""
-    ours, theirs = ({i: t for t, i in v.items()} for v in (target, draft))
-    rows = min(max(ours, default=-1), max(theirs, default=-1)) + 1
-    differing = [i for i in range(rows) if ours.get(i) != theirs.get(i)]
-    if not differing:
-        return []
-    shown = ", ".join(f"{i} ({ours.get(i)!r} in the target, {theirs.get(i)!r} in the drafter)" for i in differing[:8])
-    message = f"{len(differing)} ids mean different tokens: {shown}{', ...' if len(differing) > 8 else ''}"
-    mend = "use the target the drafter was trained for"
-    return [Finding.error("pair-tokenizer", "tokenizer.json", differing, message, mend)]
-
-
 def read_tokenizer_vocabulary(directory: Path) -> dict[str, int] | None:
-    """Token to id of ``tokenizer.json``, added tokens included; None when the directory ships none."""
-    file = directory / "tokenizer.json"
-    if not file.is_file():
-        return None
-    raw = read_json(file)
-    vocab = raw.get("model", {}).get("vocab", {})
-    known = dict(vocab) if isinstance(vocab, dict) else {piece: i for i, (piece, _) in enumerate(vocab)}
-    return known | {t["content"]: t["id"] for t in raw.get("added_tokens", ())}
+    """Token to id of ``tokenizer.json``, else of ``vocab.json``, added tokens included; None where neither says so."""
+    whole, old, more = (directory / name for name in ("tokenizer.json", "vocab.json", "added_tokens.json"))
+    if whole.is_file():
+        raw = read_json(whole)
+        model, added = raw.get("model"), raw.get("added_tokens")
+        known = list(_pieces(model.get("vocab") if isinstance(model, dict) else None))
+        known += (
+            [(t.get("content"), t.get("id")) for t in added if isinstance(t, dict)] if isinstance(added, list) else []
+        )
+    else:
+        known = [pair for file in (old, more) if file.is_file() for pair in read_json(file).items()]
+    return {token: i for token, i in known if isinstance(token, str) and is_int(i)} or None
+
+
+def _pieces(vocab: Any) -> Iterator[tuple[Any, Any]]:
+    """Of a mapping from token to id, or of a list whose places are the ids."""
+    if isinstance(vocab, dict):
+        yield from vocab.items()
+    elif isinstance(vocab, list):
+        yield from ((entry[0], i) for i, entry in enumerate(vocab) if isinstance(entry, list) and entry)

@@ -11,7 +11,7 @@ from dflash_plugins import cli
 from dflash_plugins.errors import Refused
 from dflash_plugins.findings import Finding, Severity
 
-COMMANDS = ("models", "demo", "prove", "serve", "convert", "train")
+COMMANDS = ("models", "check", "demo", "prove", "serve", "convert", "train")
 
 
 def test_help_takes_less_than_a_second_and_loads_no_torch(python):
@@ -86,6 +86,8 @@ def test_fetch_prints_the_path_and_keeps_stdout_clean(capsys, monkeypatch, tmp_p
         (["prove", "--engine", "nope", "--target", "x", "--draft", "y"], "'nope'"),
         (["prove", "--engine", "nope", "--target", "x", "--draft", "y", "--set", "a"], "KEY=VALUE"),
         (["prove"], "--engine"),
+        (["check", "--engine", "nope", "--target", ".", "--draft", "."], "'nope'"),
+        (["check", "--engine", "vllm"], "--target"),
         (["train", "--target", "nowhere", "--data", "x", "--out", "y"], "nowhere"),
         (["train", "--target", "x"], "--data"),
         (["train", "--target", ".", "--data", "x", "--out", "y", "--set", "a", "--set", "=1"], "a, =1"),

@@ -25,6 +25,7 @@ MACHINE_PATHS = re.compile(
     "(?<![A-Za-z0-9_.~$}-])/(" + "work|" + "root|" + "tmp|" + "opt/pypi|" + "opt/wheels" + r")(/|\b)"
 )
 WITHOUT_TORCH = (
+    *("check", "serve", "hub", "rules", "pair", "served", "memory", "settings", "report", "headers", "engines.limits"),
     *("errors", "findings", "config", "stopping", "alignment", "cycle", "engines", "driver", "prove", "demo", "cli"),
     *("pairs", "pairs.fetch", "pairs.prompts", "pairs.catalogue", "pairs.gguf_llama"),
 )

@@ -98,6 +98,21 @@ def test_other_flags_pass(pair):
     assert launch("vllm", pair, *flags)[4:] == flags
 
 
+def test_a_flag_that_vllm_and_a_plan_both_have_is_vllms(pair):
+    assert launch("vllm", pair, "--runner", "generate")[4:] == ("--runner", "generate")
+
+
+@pytest.mark.parametrize(("value", "runner"), [("1", "v2"), ("0", "v1"), (None, None)])
+def test_the_runner_is_the_one_the_environment_asks_for(monkeypatch, tmp_path, value, runner):
+    monkeypatch.setattr(serve, "_package", lambda facts: tmp_path)
+    monkeypatch.setattr(serve, "version", lambda name: "0.31.0")
+    monkeypatch.delenv(serve.RUNNER_VARIABLE, raising=False)
+    if value is not None:
+        monkeypatch.setenv(serve.RUNNER_VARIABLE, value)
+    assert serve.launch_of(engine_facts("vllm"), None, {}).runner == runner
+    assert serve.launch_of(engine_facts("sglang"), None, {}).runner is None
+
+
 @pytest.mark.parametrize("engine", ENGINES)
 def test_an_unfit_pair_is_not_served_and_says_everything(pair, tmp_path, engine):
     drafter = tiny.write_drafter(tmp_path / "draft", tiny.raw_config("dflash", vocab_size=96))
@@ -164,7 +179,7 @@ sys.exit(cli.main(sys.argv[1:]))
     done = python("-c", script.format(folder=str(tmp_path)), *arguments(pair, "vllm", "--json"))
     document = json.loads(done.stdout)
     assert document["launch"][:3] == [sys.executable, "-m", "engine_server"]
-    assert document["findings"] == []
+    assert {one["severity"] for one in document["findings"]} <= {"info", "warning"}
     assert "the server talks" in done.stderr
     assert done.returncode == 0
     assert Path(document["launch"][3]) == pair[0]

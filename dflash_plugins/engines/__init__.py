@@ -1,4 +1,4 @@
-"""What we know of the engines, as data: versions, limits and bugs, each with its source."""
+"""What we know of the engines, as data: versions, flags, attention backends, limits and bugs, each with its source."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cache
 from importlib.resources import files
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import yaml
@@ -21,9 +22,29 @@ if TYPE_CHECKING:
 
 ENGINES = ("vllm", "sglang")
 
+Trait = Literal[
+    "mixed-layers", "non-causal", "sliding", "mrope", "sinks", "scaled", "embedding-scaled", "scaled-outside",
+    "own-head", "own-embedding", "nested-causal", "flat-layout", "stateful", "multimodal", "quantised-head",
+]  # fmt: skip
+"""What rules in YAML may ask of a pair; ``rules.traits_of`` says which hold. The last three are the target's."""
+
 
 class _Data(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Sign(_Data):
+    """A text in a file of the engine's package that shows whether something is there, without importing the engine."""
+
+    file: str
+    text: str
+
+    def seen(self, root: Path | None) -> bool | None:
+        """Whether the engine installed in ``root`` shows it; None where there is no engine, or no such file."""
+        file = None if root is None else root / self.file
+        if file is None or not file.is_file():
+            return None
+        return self.text in file.read_text(encoding="utf-8", errors="replace")
 
 
 class Architecture(_Data):
@@ -33,25 +54,41 @@ class Architecture(_Data):
     first: str | None = None
     seen: tuple[str, ...] = ()
     plugin: bool = False
+    sign: Sign | None = None
     source: str
 
 
+class Condition(_Data):
+    """A condition on one value; all parts that are given must hold.
+
+    ``unset``: holds also where there is no value; ``absent``: holds only there.
+    """
+
+    equal: Any = None
+    differs: Any = None
+    above: float | None = None
+    below: float | None = None
+    like: tuple[str, ...] = ()
+    unset: bool = False
+    absent: bool = False
+
+
 class When(_Data):
-    """Conditions of a limit; all that are given must hold."""
+    """Conditions of a limit; all that are given must hold. ``settings`` and ``generation`` go by canonical name."""
 
     runner: Literal["v1", "v2"] | None = None
     platform: str | None = None
     methods: tuple[str, ...] | None = None
-    layers: Literal["mixed"] | None = None
-    scaled: bool | None = None
-    scaled_at: Literal["outside"] | None = None
-    embedding_scaled: bool | None = None
-    own_head: bool | None = None
-    causal_at: str | None = None
+    traits: tuple[Trait, ...] = ()
+    settings: Mapping[str, Condition] = {}
+    generation: Mapping[str, Condition] = {}
 
 
 class Limit(_Data):
-    """Something an engine as shipped does not do with a drafter."""
+    """Something an engine as shipped does not do with a pair.
+
+    It holds from release ``since`` up to and without ``fixed``; where the engine is installed, ``sign`` decides.
+    """
 
     id: str
     when: When
@@ -60,6 +97,9 @@ class Limit(_Data):
     message: str
     mend: str
     source: str
+    since: str | None = None
+    fixed: str | None = None
+    sign: Sign | None = None
 
 
 class Bug(_Data):
@@ -85,8 +125,33 @@ class Server(_Data):
     lacks: tuple[str, ...] = ()
 
 
+class Flag(_Data):
+    """A flag that rules read, by its canonical name: how the engine spells it, first the long way, and what it takes.
+
+    ``planning``: no flag of the engine, but something a plan says of where it runs.
+    """
+
+    names: tuple[str, ...]
+    kind: Literal["integer", "number", "switch", "text", "any"] = "text"
+    planning: bool = False
+    source: str = ""
+
+
+class Backend(_Data):
+    """An attention backend: whether it serves drafters that are not causal, and which KV dtypes (patterns) it holds."""
+
+    non_causal: bool
+    kv_cache_dtypes: tuple[str, ...] = ("*",)
+    platforms: tuple[str, ...] = ()
+    note: str = ""
+    source: str
+
+
 class EngineFacts(_Data):
-    """One engine's file. The first of ``servers`` that can run serves; ``decided_flags`` name the pair."""
+    """One engine's file. The first of ``servers`` that can run serves; ``decided_flags`` name the pair.
+
+    ``computes``: keys of a drafter's config that the engine serves by itself where neither core nor plugin do.
+    """
 
     engine: str
     title: str
@@ -97,6 +162,10 @@ class EngineFacts(_Data):
     tokens_aliases: tuple[str, ...] = ()
     tokens_beyond_k: int
     default_runner: Mapping[str, str]
+    flags: Mapping[str, Flag]
+    negated_flags: bool
+    computes: Mapping[str, str]
+    backends: Mapping[str, Backend]
     architectures: tuple[Architecture, ...]
     limits: tuple[Limit, ...]
     bugs: tuple[Bug, ...]
@@ -107,26 +176,38 @@ class EngineFacts(_Data):
 
 
 class Foreign(_Data):
-    """An architecture that is not ours, known by name; ``served`` lists engine versions seen serving it."""
+    """An architecture that is not ours, known by name; ``served_by`` lists engine versions seen serving it.
+
+    ``same_method``: an engine that serves it does so under the method of our drafters.
+    """
 
     pattern: str
     what: str
     mend: str
     served_by: Mapping[str, tuple[str, ...]] = {}
+    same_method: bool = False
 
     @property
     def served(self) -> str:
+        """Where it was seen served, in words."""
         seen = [f"{engine} {', '.join(versions)}" for engine, versions in self.served_by.items() if versions]
         return f"seen served by {'; '.join(seen)}" if seen else "no engine version was seen serving it"
 
 
 @dataclass(frozen=True)
 class Launch:
-    """Where a drafter is to run, as far as known; None means unknown, and unknown conditions only warn."""
+    """Where a drafter is to run, as far as known; None means unknown, and unknown conditions only warn.
+
+    ``root`` is the package of an engine that is installed here. Memory counts GiB of one device: all of it, and what is
+    free now.
+    """
 
     version: str | None = None
     runner: str | None = None
     platform: str | None = None
+    root: Path | None = None
+    memory_gib: float | None = None
+    free_gib: float | None = None
 
 
 def _load(name: str) -> Any:
@@ -139,6 +220,12 @@ def engine_facts(engine: str) -> EngineFacts:
     if engine not in ENGINES:
         raise BadInput(f"engine {engine!r} is not known; known: {', '.join(ENGINES)}")
     return EngineFacts.model_validate(_load(f"{engine}.yaml"))
+
+
+@cache
+def known_flags(engine: str) -> frozenset[str]:
+    """Flags of the engine's server, with underscores, in the versions seen."""
+    return frozenset(_load("flags.yaml")[engine].split())
 
 
 @cache
@@ -160,6 +247,13 @@ def parse_version(text: str) -> Version | None:
         return None
 
 
+def at_least(version: Version, first: str) -> bool | None:
+    """Whether ``version`` holds what came with release ``first``; None for a source build of just before it."""
+    if version >= Version(first):
+        return True
+    return None if version.release >= Version(first).release else False
+
+
 def known_bugs(engine: str, platform: str | None, version: str | None = None) -> tuple[Bug, ...]:
     """Bugs that may show on ``platform`` (None: any); a version listed as mended is left out."""
     bugs = engine_facts(engine).bugs
@@ -171,91 +265,8 @@ def engine_findings(engine: str, config: DraftConfig, launch: Launch, origins: M
 
     ``origins`` maps fields to the paths they were read from (``DraftReading.origins``).
     """
-    facts = engine_facts(engine)
-    runner = launch.runner or facts.default_runner.get(launch.platform or "")
-    found = _version_findings(facts, config.architecture, launch.version)
-    for limit in facts.limits:
-        holds = _holds(limit.when, config, Launch(launch.version, runner, launch.platform), origins)
-        if holds is not False:
-            found.append(_limit_finding(limit, config, certain=holds is True))
-    if launch.platform is not None:
-        found += [_bug_finding(b) for b in known_bugs(engine, launch.platform, launch.version)]
-    return found
+    from dflash_plugins.engines.limits import limit_findings
+    from dflash_plugins.rules import Facts
 
-
-def _version_findings(facts: EngineFacts, architecture: str, version: str | None) -> list[Finding]:
-    known = next((a for a in facts.architectures if a.name == architecture), None)
-    if version is None or known is None or known.first is None:
-        return []
-    parsed = parse_version(version)
-    if parsed is None:
-        return [
-            Finding.of(
-                Severity.WARNING,
-                "engine-version-unknown",
-                "engine_version",
-                version,
-                "is no version that can be compared",
-                "give a version like 0.31.0",
-            )
-        ]
-    if parsed >= Version(known.first):
-        return []
-    # A source build just before the release may already hold it: only the release number decides.
-    early = parsed.release >= Version(known.first).release
-    return [
-        Finding.of(
-            Severity.WARNING if early else Severity.ERROR,
-            "engine-too-old",
-            "engine_version",
-            version,
-            f"{facts.title} serves {architecture} from {known.first} on",
-            f"use {facts.title} {known.first} or later, or a version our plugin supports",
-        )
-    ]
-
-
-def _holds(when: When, config: DraftConfig, launch: Launch, origins: Mapping[str, str]) -> bool | None:
-    """True, False, or None when only the launch could tell."""
-    scaled = [
-        n
-        for n in ("input_embedding_scale", "output_multiplier", "final_logit_softcapping")
-        if getattr(config, n) not in (None, 1.0)
-    ]
-    facts = {
-        "methods": config.method,
-        "layers": "mixed" if len({w is None for w in config.windows}) > 1 else "uniform",
-        "scaled": bool(scaled),
-        "scaled_at": "outside"
-        if any(not origins.get(n, "").startswith("dflash_config.") for n in scaled)
-        else "nested",
-        "embedding_scaled": "input_embedding_scale" in scaled,
-        "own_head": config.draft_vocab_size not in (None, config.vocab_size),
-        "causal_at": origins.get("causal"),
-    }
-    wanted = when.model_dump(exclude_none=True)
-    for name in facts.keys() & wanted.keys():
-        allowed = wanted[name] if isinstance(wanted[name], tuple) else (wanted[name],)
-        if facts[name] not in allowed:
-            return False
-    return _launch_holds(wanted, launch)
-
-
-def _launch_holds(wanted: Mapping[str, Any], launch: Launch) -> bool | None:
-    conditions = [(wanted[n], getattr(launch, n)) for n in ("runner", "platform") if n in wanted]
-    if any(actual is not None and actual != want for want, actual in conditions):
-        return False
-    return None if any(actual is None for _, actual in conditions) else True
-
-
-def _limit_finding(limit: Limit, config: DraftConfig, *, certain: bool) -> Finding:
-    severity = limit.severity if certain else Severity.WARNING
-    condition = "" if certain else f" (if the runner is {limit.when.runner})"
-    value = config.architecture if limit.key == "architectures" else None
-    return Finding.of(severity, limit.id, limit.key, value, limit.message + condition, limit.mend)
-
-
-def _bug_finding(bug: Bug) -> Finding:
-    return Finding.of(
-        Severity.INFO, bug.id, "platform", bug.platform, bug.symptom, f"{bug.mend} ({bug.switch}=1 switches that off)"
-    )
+    facts = Facts(draft=config.model_dump(), config=config, origins=origins, engine=engine_facts(engine), launch=launch)
+    return limit_findings(facts)
