@@ -7,7 +7,9 @@ import tiny
 import torch
 from core_drafts import Reference, by_transformers, check_against_the_core, compared, own_rounds, ties
 
+from dflash_plugins.check import check_pair
 from dflash_plugins.convert import convert
+from dflash_plugins.findings import errors
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.heavy]
 
@@ -77,14 +79,12 @@ def test_an_embedding_of_its_own_is_refused(run_sglang, target, tmp_path):
     assert "export the drafter without embed_tokens" in got["log"]
 
 
-@pytest.mark.parametrize("method", ["dflash", "dflash2"])
-def test_a_drafter_in_the_other_layout_drafts_the_same(run_sglang, target, tmp_path, method):
-    drafter, asked = tiny.write_drafter(tmp_path / "drafter", tiny.raw_config(method)), requests()
+def test_the_other_layout_is_not_read_by_sglang_which_the_check_says_before(run_sglang, target, tmp_path):
+    drafter = tiny.write_drafter(tmp_path / "drafter", tiny.raw_config("dflash"))
     convert(drafter, tmp_path / "flat", "speculators")
-    got = run_sglang(
-        "waves", target=target, drafter=tmp_path / "flat", waves={"all": {"requests": asked}}, watch=True,
-        chunked_prefill_size=64,
-    )  # fmt: skip
-    assert ties(by_transformers(target, asked), got["waves"]["all"]) <= 1
-    found = own_rounds(asked, got["waves"]["all"], got["rounds"])
-    assert check_against_the_core(Reference(target, drafter), found, K) >= 100
+    (found,) = errors(check_pair(tmp_path / "flat", target, engine="sglang"))
+    assert (found.code, "convert" in found.mend) == ("sglang-flat-layout", True)
+    with pytest.raises(pytest.fail.Exception, match="Should have a `model_type` key"):
+        run_sglang("waves", target=target, drafter=tmp_path / "flat", waves={"all": {"requests": requests()}})
+    convert(tmp_path / "flat", tmp_path / "back", "released")
+    assert errors(check_pair(tmp_path / "back", target, engine="sglang")) == ()
