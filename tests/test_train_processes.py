@@ -147,7 +147,7 @@ def test_the_command_for_a_large_target_in_small(data: tuple[Path, Path], tmp_pa
     document = json.loads(in_two(repository, "-m", "dflash_plugins.cli", *arguments, *answers, *chosen))
     assert (document["finished"], document["step"], document["blocks"]) == (True, 2, 4096)
     config = json.loads((tmp_path / "run" / "drafter" / "config.json").read_text())
-    assert (config["block_size"], config["num_hidden_layers"]) == (16, 5)
+    assert (config["dflash_config"]["block_size"], config["num_hidden_layers"]) == (16, 5)
 
 
 def test_a_run_of_one_process_has_nobody_to_be_divided_between(data: tuple[Path, Path], tmp_path: Path) -> None:
