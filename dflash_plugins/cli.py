@@ -327,9 +327,7 @@ def train(
     target: Annotated[str, typer.Option(metavar="T", help="Folder of the target, or its embedded name.")],
     data: Annotated[
         list[Path],
-        typer.Option(
-            metavar="DATA", help="Folders of features of the target's answers, or a file of answers."
-        ),
+        typer.Option(metavar="DATA", help="Folders of features of the target's answers, or a file of answers."),
     ],
     out: Annotated[Path, typer.Option(metavar="DIR", help="Where the drafter goes, and the state of the run.")],
     method: Annotated[str, typer.Option(help="dflash, dflash2 or dloop (mode refine).")] = "dflash",
