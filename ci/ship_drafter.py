@@ -27,6 +27,7 @@ from dflash_plugins.pairs.cut_head import attach_head, detach_head
 from dflash_plugins.pairs.difference import ROWS_SUFFIX, apply_difference, make_difference, read_difference, sha256
 from dflash_plugins.pairs.rounded import CODES_SUFFIX, SCALES_SUFFIX
 from dflash_plugins.train.evaluate import held_out_of
+from dflash_plugins.train.export import held_out_row
 
 PACKAGE = Path(__file__).resolve().parent.parent / "models" / "dflash_plugins_models"
 LIMIT_BYTES = 40_000_000
@@ -78,15 +79,15 @@ def measure_again(folder, made, target, store):
     card = folder / "README.md"
     if not card.is_file():
         return
-    lines = card.read_text(encoding="utf-8").splitlines()
-    for at, line in enumerate(lines):
-        if line in held_out_rows(folder):
-            k = int(line.split("|")[1])
-            found = held_out_of(made, target, store, k)
-            slots = " ".join(f"{rate:.3f}" for rate in found.accepted_by_slot)
-            lines[at] = f"| {k} | {found.emitted_per_round:.3f} | {slots} | {found.rounds:,} |"
-    lines.append("The figures of held-out answers are those of the drafter as it is shipped, after rounding.")
-    card.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    text, rows = card.read_text(encoding="utf-8"), {int(row.split("|")[1]): row for row in held_out_rows(folder)}
+    for k, found in held_out_of(made, target, store, list(rows)).items():
+        new = held_out_row(k, found.emitted_per_round, found.accepted_by_slot, found.rounds)
+        text = text.replace(rows[k], new)
+    text = (
+        text.rstrip("\n")
+        + "\nThe figures of held-out answers are those of the drafter as it is shipped, after rounding.\n"
+    )
+    card.write_text(text, encoding="utf-8")
 
 
 def add_to_card(folder, base, drafter):

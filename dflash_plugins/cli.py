@@ -395,6 +395,7 @@ def _require(extra: str, *modules: str) -> None:
 def _parse_settings(settings: Sequence[str]) -> dict[str, Any]:
     """``KEY=VALUE`` pairs with values as YAML scalars; all that are not pairs, and keys given twice, at once."""
     from dflash_plugins.errors import BadInput
+    from dflash_plugins.settings import flag_value
 
     parsed: dict[str, Any] = {}
     faults = []
@@ -402,20 +403,10 @@ def _parse_settings(settings: Sequence[str]) -> dict[str, Any]:
         key, separator, value = setting.partition("=")
         if not (key and separator) or key in parsed:
             faults.append(setting)
-        parsed[key] = _scalar(value)
+        parsed[key] = flag_value(value)
     if faults:
         raise BadInput(f"--set takes KEY=VALUE, each key once; not so: {', '.join(faults)}")
     return parsed
-
-
-def _scalar(text: str) -> Any:
-    """A value as YAML reads it, or the text where it is no YAML."""
-    import yaml
-
-    try:
-        return yaml.safe_load(text)
-    except (yaml.YAMLError, ValueError):
-        return text
 
 
 if __name__ == "__main__":

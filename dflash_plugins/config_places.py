@@ -146,6 +146,17 @@ def config_file(path: Path, what: str) -> Path:
     return path / "config.json"
 
 
+def json_object(line: str) -> dict[str, Any]:
+    """The JSON object in one line of a file; ``BadInput`` when it is none, for whoever knows where the line stands."""
+    try:
+        value = json.loads(line)
+    except ValueError as error:
+        raise BadInput(f"not JSON ({error})") from error
+    if not isinstance(value, dict):
+        raise BadInput(f"an object is needed, not {type(value).__name__}")
+    return value
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """The JSON object in ``path``; ``BadInput`` naming the file and the line when it is none."""
     try:

@@ -12,8 +12,6 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from dflash_plugins.check import inspect_pair
 from dflash_plugins.config_models import DraftConfig
 from dflash_plugins.engines import EngineFacts, Launch, Server, engine_facts, parse_version
@@ -23,7 +21,7 @@ from dflash_plugins.hardware import gpu_memory
 from dflash_plugins.hub import Model
 from dflash_plugins.matrix import read_matrix, status, status_finding
 from dflash_plugins.report import CheckReport, DraftSummary, EngineSummary, MatrixSummary, ServeReport
-from dflash_plugins.settings import SPECULATION, command_flags, read_settings, spelled
+from dflash_plugins.settings import SPECULATION, command_flags, flag_value, read_settings, spelled
 
 RUNNER_VARIABLE = "VLLM_USE_V2_MODEL_RUNNER"
 
@@ -52,7 +50,9 @@ def plan(
     own += [] if name is None or "served_model_name" in given else ["--served-model-name", name]
     pair = Model(str(target), target), Model(str(draft), draft)
     planning = {name for flag in facts.flags.values() if flag.planning for name in flag.names}
-    settings = {key: _value(value) for key, value in given.items() if key not in planning}  # vLLM has a --runner, too
+    settings = {
+        key: None if value is None else flag_value(value) for key, value in given.items() if key not in planning
+    }  # vLLM has a --runner, too
     k, fields = _report(facts, pair, k, settings, launch_of(facts, None, settings))
     said = facts.engine == "sglang" and _k_of(facts, settings) is not None
     command = [sys.executable, "-m", server.module, *server.arguments, *_pair_flags(facts, pair, None if said else k)]
@@ -210,14 +210,6 @@ def _pair_flags(
     found = [target.name, *revision, "--speculative-algorithm", "DFLASH", "--speculative-draft-model-path", draft.name]
     found += [] if draft.revision is None else ["--speculative-draft-model-revision", draft.revision]
     return found if k is None else [*found, spelled(facts.tokens_flag), str(facts.tokens(k))]
-
-
-def _value(text: str | None) -> Any:
-    """Of a flag on a command line, as ``--set`` reads it."""
-    try:
-        return None if text is None else yaml.safe_load(text)
-    except (yaml.YAMLError, ValueError):
-        return text
 
 
 def replace_process(launch: Sequence[str]) -> None:

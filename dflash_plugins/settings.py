@@ -8,6 +8,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from difflib import get_close_matches
 from typing import Any, Literal
 
+import yaml
+
 from dflash_plugins.engines import EngineFacts, known_flags
 from dflash_plugins.findings import Finding, Severity
 from dflash_plugins.rules import Setting
@@ -19,6 +21,14 @@ UNREAD = "unread:"
 _FACTORS = {"k": 1e3, "K": 2**10, "m": 1e6, "M": 2**20, "g": 1e9, "G": 2**30}
 _SWITCHES = {"true": True, "1": True, "yes": True, "on": True, "false": False, "0": False, "no": False, "off": False}
 _KINDS = {"integer": "a whole number", "number": "a number", "switch": "true or false", "text": "a word"}
+
+
+def flag_value(text: str) -> Any:
+    """Of a flag or of ``--set KEY=VALUE``, as YAML reads it, or the text where it is no YAML."""
+    try:
+        return yaml.safe_load(text)
+    except (yaml.YAMLError, ValueError):
+        return text
 
 
 def read_settings(engine: EngineFacts, given: Mapping[str, Any]) -> tuple[dict[str, Setting], list[Finding]]:

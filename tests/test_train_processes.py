@@ -34,13 +34,13 @@ SCRIPT = """
 import json, sys
 from pathlib import Path
 from dflash_plugins.train.recipe import Recipe
-from dflash_plugins.train.trainer import Trainer, leave_together
+from dflash_plugins.train.trainer import Trainer
 target, store, out, recipe, divided = sys.argv[1:]
 losses = []
 trainer = Trainer(Recipe.of(json.loads(recipe)), Path(target), Path(store), Path(out), divided=divided == "divided")
 trainer.run(tell=lambda progress: losses.append(progress.loss), held_out_every=5)
 Path(f"{out}/losses-{trainer.accelerator.process_index}.json").write_text(json.dumps(losses))
-leave_together()
+trainer.leave()
 """
 
 

@@ -25,10 +25,18 @@ from dflash_plugins.errors import BadInput, DFlashPluginsError
 from dflash_plugins.pairs.prompts import is_measuring_prompt
 from dflash_plugins.train.answers import Answer, answers_so_far, append_answers, json_lines, target_fingerprint
 from dflash_plugins.train.prompts import Prompt, finish_opening, training_prompts
-from dflash_plugins.train.store import StoredSequence, StoreMeta, has_shard, pack, whole_file, write_shard
+from dflash_plugins.train.store import (
+    SEQUENCES_PER_SHARD,
+    StoredSequence,
+    StoreMeta,
+    has_shard,
+    pack,
+    shard_path,
+    whole_file,
+    write_shard,
+)
 from dflash_plugins.worker import encode_messages
 
-SHARD_SEQUENCES = 256
 ANSWERS_PER_SEQUENCE = 4  # so many to each sequence that runs at once are asked for together: the last ones run alone
 SAMPLED_EVERY = 8
 SAMPLED_TEMPERATURE = 0.7
@@ -232,9 +240,9 @@ def _answer(output: Any, source: str) -> Answer:
 def write_store(asking: Asking, prompts: Sequence[Prompt], out: Path, meta: StoreMeta, most: int | None) -> None:
     """Writes the shards that ``out`` still lacks, up to number ``most``."""
     recorder = FeatureRecorder(_runner(asking.llm), meta.target_layer_ids)
-    starts = range(0, len(prompts), SHARD_SEQUENCES)
+    starts = range(0, len(prompts), SEQUENCES_PER_SHARD)
     for number, first in enumerate(starts[:most]):
-        path, chunk = out / f"shard-{number:05d}.safetensors", prompts[first : first + SHARD_SEQUENCES]
+        path, chunk = shard_path(out, number), prompts[first : first + SEQUENCES_PER_SHARD]
         if has_shard(path, meta):
             continue
         began, outputs = time.perf_counter(), asking.answers(chunk, first)

@@ -20,6 +20,7 @@ from typing import Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from dflash_plugins.config_places import json_object
 from dflash_plugins.errors import BadInput
 
 EMBEDDED = ("demo", "prove")
@@ -92,12 +93,7 @@ def _parse_jsonl(content: str, *, origin: str) -> tuple[Prompt, ...]:
 
 
 def _prompt(line: str, number: str, origin: str) -> Prompt:
-    try:
-        record = json.loads(line)
-    except ValueError as error:
-        raise BadInput(f"not JSON ({error})") from error
-    if not isinstance(record, dict):
-        raise BadInput(f"an object is needed, not {type(record).__name__}")
+    record = json_object(line)
     try:
         return Prompt.model_validate({"id": number, "set": origin} | record)
     except ValidationError as error:

@@ -18,13 +18,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dflash_plugins.config_places import json_object
 from dflash_plugins.errors import BadInput
 from dflash_plugins.features import FeatureTap
 from dflash_plugins.pairs.prompts import is_measuring_prompt
-from dflash_plugins.train.store import StoredSequence, StoreMeta, has_shard, pack, write_shard
+from dflash_plugins.train.store import (
+    SEQUENCES_PER_SHARD,
+    StoredSequence,
+    StoreMeta,
+    has_shard,
+    pack,
+    shard_path,
+    write_shard,
+)
 from dflash_plugins.worker import encode_messages
 
-SEQUENCES_PER_SHARD = 256
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
 _ID_LIMIT = 2**31
 
@@ -76,12 +84,9 @@ def json_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     for number, line in enumerate(content.removesuffix("\n").split("\n") if content else (), 1):
         where = f"{path}, line {number}"
         try:
-            row = json.loads(line)
-        except ValueError as error:
-            raise BadInput(f"{where}: not JSON ({error})") from error
-        if not isinstance(row, dict):
-            raise BadInput(f"{where}: an object is needed, not {type(row).__name__}")
-        yield where, row
+            yield where, json_object(line)
+        except BadInput as error:
+            raise BadInput(f"{where}: {error}") from error
 
 
 def _answer(row: dict[str, Any], tokenizer: Any, where: str) -> Answer:
@@ -185,7 +190,7 @@ def build_store(
     with FeatureTap(model, target_layer_ids) as tap:
         for number, first in enumerate(shards):
             report("features", number, len(shards))
-            path = out / f"shard-{number:05d}.safetensors"
+            path = shard_path(out, number)
             if not has_shard(path, meta):
                 chunk = answers[first : first + SEQUENCES_PER_SHARD]
                 write_shard(path, _shard(model, tap, chunk), meta, [a.source for a in chunk])

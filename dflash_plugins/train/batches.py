@@ -54,11 +54,6 @@ class Batch:
         """The same batch there."""
         return Batch(**{field.name: getattr(self, field.name).to(device) for field in fields(self)})
 
-    @property
-    def num_blocks(self) -> int:
-        """Blocks in the whole batch."""
-        return self.anchors.numel()
-
 
 def random_anchors(ref: SequenceRef, count: int, generator: torch.Generator) -> Tensor:
     """``count`` positions of response tokens that have a successor, drawn uniformly; int64 [count]."""

@@ -17,6 +17,7 @@ from dflash_plugins.train.batches import Batch, Source, every_anchor, make_batch
 from dflash_plugins.train.blocks import BatchBackbone
 from dflash_plugins.train.data import require_same_target, split
 from dflash_plugins.train.initialise import TargetTensors
+from dflash_plugins.train.recipe import Recipe
 from dflash_plugins.train.store import FeatureStore, SequenceRef
 
 ANCHORS_AT_ONCE = 64
@@ -90,11 +91,11 @@ def _walk(lengths: Sequence[int]) -> list[int]:
     return accepted
 
 
-def held_out_of(folder: Path, target: Path, store: Path, k: int, sequences: int = 128) -> HeldOut:
-    """Of the drafter in ``folder`` for ``target``: rounds over the answers of ``store`` that no run trains on."""
+def held_out_of(folder: Path, target: Path, store: Path, ks: Sequence[int]) -> dict[int, HeldOut]:
+    """Of the drafter in ``folder`` for ``target``, by K: rounds over the answers of ``store`` that no run trains on."""
     drafter, tensors, features = load_drafter(folder, dtype=torch.float32), TargetTensors(target), FeatureStore(store)
     require_same_target(features, target)
     drafter.bind(tensors.embedding(), tensors.head())
-    _, held = split(features, sequences, drafter.config.block_size)
+    _, held = split(features, Recipe.held_out_sequences, drafter.config.block_size)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        return held_out(drafter.eval(), features, held, k)
+        return {k: held_out(drafter.eval(), features, held, k) for k in ks}

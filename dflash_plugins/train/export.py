@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
@@ -60,8 +61,8 @@ def model_card(trainer: Trainer, report: dict[str, Any]) -> str:
         "|---|---|---|---|",
     ]
     for name, result in report["held_out"].items():
-        slots = " ".join(f"{rate:.3f}" for rate in result["accepted_by_slot"])
-        lines.append(f"| {name[1:]} | {result['emitted_per_round']:.3f} | {slots} | {result['rounds']:,} |")
+        figures = (result[key] for key in ("emitted_per_round", "accepted_by_slot", "rounds"))
+        lines.append(held_out_row(int(name[1:]), *figures))
     for name, result in report["held_out"].items():
         if recall := result["candidate_recall"]:
             rates = " ".join(f"{rate:.3f}" for rate in recall)
@@ -69,6 +70,12 @@ def model_card(trainer: Trainer, report: dict[str, Any]) -> str:
     lines += ["", "Each number of masks is another question: K is the number of mask rows that were run.", ""]
     lines += ["## Recipe", "", "```", *_recipe_lines(trainer), "```", ""]
     return "\n".join(lines)
+
+
+def held_out_row(k: int, emitted_per_round: float, accepted_by_slot: Sequence[float], rounds: int) -> str:
+    """A line of the card's table of held-out figures."""
+    slots = " ".join(f"{rate:.3f}" for rate in accepted_by_slot)
+    return f"| {k} | {emitted_per_round:.3f} | {slots} | {rounds:,} |"
 
 
 def _recipe_lines(trainer: Trainer) -> list[str]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from dflash_plugins.train.store import whole_file
 from dflash_plugins.train.trainer import Progress
 
 LOG_FILE = "training-log.jsonl"
@@ -32,7 +33,8 @@ class Journal:
         path = self.folder / LOG_FILE
         if path.exists():
             kept = [line for line in path.read_text(encoding="utf-8").splitlines() if self._is_past(line)]
-            path.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
+            with whole_file(path) as beside:
+                beside.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
 
     def loss(self) -> float | None:
         """Mean of the last losses; None before the first."""

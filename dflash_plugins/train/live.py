@@ -16,8 +16,8 @@ from torch.nn.utils.rnn import pad_sequence
 
 from dflash_plugins.errors import BadInput
 from dflash_plugins.features import FeatureTap
-from dflash_plugins.train.answers import SEQUENCES_PER_SHARD, Answer, read_answers, target_fingerprint
-from dflash_plugins.train.store import SequenceRef, StoreMeta
+from dflash_plugins.train.answers import Answer, read_answers, target_fingerprint
+from dflash_plugins.train.store import SEQUENCES_PER_SHARD, SequenceRef, StoreMeta
 
 TOKENS_AT_ONCE = 16384
 KEPT_SEQUENCES = 8

@@ -28,7 +28,8 @@ from pathlib import Path
 
 import yaml
 
-from dflash_plugins.train.sources import MAX_PROMPT_CHARS, catalogue, distinct, read_sources
+from dflash_plugins.train.source_readers import as_stub
+from dflash_plugins.train.sources import MAX_PROMPT_CHARS, catalogue, distinct, has_prompt_size, read_sources
 
 
 @dataclass(frozen=True)
@@ -168,8 +169,7 @@ def _stdlib_stubs() -> Iterator[Prompt]:
         except (TypeError, ValueError):
             continue
         seen.add(doc)
-        body = "\n".join(f"    {line}".rstrip() for line in doc.splitlines())
-        yield Prompt(f'def {function.__name__}{signature}:\n    """{body.strip()}\n    """\n', "stdlib")
+        yield Prompt(as_stub(f"{function.__name__}{signature}", doc), "stdlib")
 
 
 def _stdlib_functions() -> Iterator[Callable[..., object]]:
@@ -225,7 +225,4 @@ def finish_opening(prompt: Prompt, completion: str) -> Prompt | None:
             return None
         text = '"""'.join(parts[:2]) + '"""\n'
     text = text.strip("\n ") + ("\n" if prompt.stub else "")
-    letters = sum(character.isascii() for character in text)
-    if not 12 <= len(text) <= MAX_PROMPT_CHARS or letters < 0.97 * len(text):
-        return None
-    return Prompt(text, prompt.source)
+    return Prompt(text, prompt.source) if has_prompt_size(text) else None

@@ -19,7 +19,7 @@ from dflash_plugins.train.live import LiveFeatures
 from dflash_plugins.train.recipe import Recipe
 from dflash_plugins.train.state import trained_parameters
 from dflash_plugins.train.store import FeatureStore
-from dflash_plugins.train.trainer import Progress, Trainer, leave_together, on_cpu
+from dflash_plugins.train.trainer import Progress, Trainer, on_cpu
 
 Report = Callable[[str, int, int], None]
 EVALUATED_AT = (3, 7)
@@ -92,8 +92,7 @@ def run(
     every = held_out_every or max(1, recipe.steps // 20)
     until = float("inf") if minutes is None else minutes * 60.0
     finished = trainer.run(until=until, tell=tell, held_out_every=every)
-    trainer.undivide()
-    leave_together()
+    trainer.leave()
     if journal is None:
         return None
     document = _report(trainer, finished, journal.loss())

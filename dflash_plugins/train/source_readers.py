@@ -59,9 +59,13 @@ def stub(function: ast.FunctionDef) -> str | None:
     if not re.search(r"^ *>>> .+\n *(?!>>>|\.\.\. )\S", doc, re.MULTILINE):
         return None
     returns = f" -> {ast.unparse(function.returns)}" if function.returns else ""
+    return as_stub(f"{function.name}({ast.unparse(function.args)}){returns}", doc, raw="\\" in doc)
+
+
+def as_stub(head: str, doc: str, *, raw: bool = False) -> str:
+    """A function without its body: ``head`` is what is between def and the colon, ``raw`` how the docstring begins."""
     body = "\n".join(f"    {line}".rstrip() for line in doc.splitlines()).strip()
-    quotes = 'r"""' if "\\" in doc else '"""'
-    return f'def {function.name}({ast.unparse(function.args)}){returns}:\n    {quotes}{body}\n    """\n'
+    return f'def {head}:\n    {"r" * raw}"""{body}\n    """\n'
 
 
 def _shortened(doc: str) -> str:

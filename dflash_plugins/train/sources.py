@@ -94,12 +94,17 @@ def distinct(texts: Iterable[str], seen: set[str]) -> list[str]:
 def is_usable(text: str) -> bool:
     """Whether ``text`` can be a training prompt: English, of a prompt's length, complete, and no measuring prompt."""
     return (
-        MIN_PROMPT_CHARS <= len(text) <= MAX_PROMPT_CHARS
+        has_prompt_size(text)
         and len(text.split()) >= MIN_PROMPT_WORDS
-        and sum(character.isascii() for character in text) >= MIN_ASCII * len(text)
         and not re.search(r"https?://|\bChinese\b", text)
         and not is_measuring_prompt(text)
     )
+
+
+def has_prompt_size(text: str) -> bool:
+    """Whether ``text`` has a prompt's length, and nearly all of it is ASCII."""
+    letters = sum(character.isascii() for character in text)
+    return MIN_PROMPT_CHARS <= len(text) <= MAX_PROMPT_CHARS and letters >= MIN_ASCII * len(text)
 
 
 def write_source(folder: Path, name: str, texts: list[str]) -> None:

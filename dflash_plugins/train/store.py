@@ -30,6 +30,9 @@ if TYPE_CHECKING:
     import torch
 
 
+SEQUENCES_PER_SHARD = 256
+
+
 @dataclass(frozen=True)
 class StoreMeta:
     """What every shard of one store must agree on."""
@@ -79,6 +82,11 @@ def pack(sequences: Sequence[StoredSequence]) -> dict[str, torch.Tensor]:
         "features": torch.cat([sequence.features for sequence in sequences]).to(torch.bfloat16),
         "final": torch.cat([sequence.final for sequence in sequences]).to(torch.bfloat16),
     }
+
+
+def shard_path(folder: Path, number: int) -> Path:
+    """Where shard ``number`` of a store lies."""
+    return folder / f"shard-{number:05d}.safetensors"
 
 
 def write_shard(path: Path, tensors: dict[str, torch.Tensor], meta: StoreMeta, sources: Sequence[str]) -> None:

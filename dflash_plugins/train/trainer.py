@@ -210,10 +210,17 @@ class Trainer:
         self.save()
         return self.step >= self.recipe.steps
 
-    def undivide(self) -> None:
-        """Makes the drafter one of one piece, in every process, at the end of its training; all have to ask."""
-        if not self._divided:
-            return
+    def leave(self) -> None:
+        """The end of training, in all processes together: each has the whole drafter, and no channel to the others."""
+        if self._divided:
+            self._undivide()
+        # Whatever still holds the channel when the interpreter ends aborts it: the wrapped step, parts of a drafter.
+        self._module = _Step(self)
+        del self.optimizer
+        self.accelerator.free_memory()
+        leave_together()
+
+    def _undivide(self) -> None:
         divided, copy = self.drafter, Drafter(self.drafter.config).to(self.device)
         copy.bind(self.tensors.embedding(), self.tensors.head())
         with torch.no_grad():
@@ -394,7 +401,7 @@ class Trainer:
 
     def evaluate(self, k: int, sequences: int | None = None) -> HeldOut:
         """Held-out rounds at K proposals, drafted as the method drafts; of the first ``sequences`` answers, or all."""
-        with gathered(self._module if self._divided else self.drafter), _evaluating(self.drafter), self._precision():
+        with gathered(self._module), _evaluating(self.drafter), self._precision():
             return held_out(self.drafter, self.store, self.held_refs[:sequences], k)
 
     def multiplications_per_step(self) -> float:
