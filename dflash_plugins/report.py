@@ -104,7 +104,8 @@ class CheckReport(_Frozen):
         runner = f", runner {self.engine.runner}" if self.engine.runner else ""
         lines = [_line("bold", f"{self.draft_name} for {self.target} on {self.engine.name} {version}{runner}")]
         if self.draft is not None:
-            said = self.matrix.status if self.matrix.status != "untested" else statement("untested", self.matrix.rows)
+            state, rows = self.matrix.status, self.matrix.rows
+            said = state if state == "known-bad" else statement(state, rows)  # why, an error says
             facts = f"{self.draft.method}, block {self.draft.block_size}, so K {self.draft.k}"
             lines.append(_line("", f"{facts}, {self.draft.dtype}; matrix: {said}"))
         return lines

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import io
 import os
 import tempfile
 from collections.abc import Iterator
@@ -68,14 +69,14 @@ def with_row(text: str, row: MatrixRow, source: str = "the matrix") -> str:
 
 def _blocks(text: str) -> tuple[str, list[str]]:
     """Everything before the first row, and the lines of each row."""
-    lines = text.splitlines(keepends=True)
+    lines = list(io.StringIO(text, newline="\n"))  # no other character ends a line of the file
     starts = [number for number, line in enumerate(lines) if line.startswith(_START)]
     head = "".join(lines[: starts[0]] if starts else lines)
     if not starts:
         head = head.rstrip("\n").removesuffix(_EMPTY).removesuffix(_FULL) + f"{_FULL}\n"
     elif not lines[-1].endswith("\n"):
         lines[-1] += "\n"
-    ends = [*starts[1:], len(lines)]
+    ends = [*starts[1:], len(lines)][: len(starts)]
     return head, ["".join(lines[first:last]) for first, last in zip(starts, ends, strict=True)]
 
 

@@ -12,6 +12,8 @@ from dflash_plugins.findings import Finding, Severity
 from dflash_plugins.matrix.book import read_matrix
 from dflash_plugins.matrix.rows import MatrixRow
 
+_NAMED = 3
+
 Status = Literal["tested", "untested", "known-bad"]
 
 
@@ -54,7 +56,8 @@ def floor(rows: Iterable[MatrixRow]) -> float | None:
 
 def statement(state: Status, rows: tuple[MatrixRow, ...]) -> str:
     """The status in words, with the rows and what they ask for."""
-    names = ", ".join(row.id for row in rows)
+    more = f" and {len(rows) - _NAMED} more" if len(rows) > _NAMED else ""
+    names = ", ".join(row.id for row in rows[:_NAMED]) + more
     if state == "untested":
         return f"untested: {names} ran another revision of this drafter" if rows else "untested"
     if state == "known-bad":
