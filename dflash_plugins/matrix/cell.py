@@ -20,6 +20,7 @@ from dflash_plugins import prove, serve
 from dflash_plugins.config import DraftConfig, read_draft_config, read_target_config
 from dflash_plugins.config_places import config_file, read_json
 from dflash_plugins.driver import EngineDriver, EngineError, Progress
+from dflash_plugins.engines import engine_facts
 from dflash_plugins.errors import DFlashPluginsError, Refused
 from dflash_plugins.findings import Severity, errors
 from dflash_plugins.hub import Model, locate
@@ -136,9 +137,11 @@ class _Row:
         return MatrixRow.model_validate(fields)
 
     def _known_issues(self) -> tuple[str, ...]:
-        """Warnings of the check, which holds the engine's known bugs, too."""
-        warned = [one for one in self.check.findings if one.severity is Severity.WARNING and one.code != "matrix"]
-        return tuple(dict.fromkeys(without_paths(f"{one.code}: {one.message}") for one in warned))
+        """Warnings of the check, and the engine's known bugs here, which it only tells, as the plugin mends them."""
+        bugs = {bug.id for bug in engine_facts(self.cell.place.engine).bugs}
+        told = [one for one in self.check.findings if one.severity is Severity.WARNING or one.code in bugs]
+        said = (without_paths(f"{one.code}: {one.message}") for one in told if one.code != "matrix")
+        return tuple(dict.fromkeys(said))
 
 
 def target_row(model: Model) -> RowModel:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, distribution, version
 from importlib.util import find_spec
 from pathlib import Path
@@ -105,9 +105,9 @@ def hardware() -> str:
     return f"{platform.system()} {platform.machine()}, {len(os.sched_getaffinity(0))} cores{gpu}"
 
 
-def without_paths(text: str, more: Mapping[str, str] | None = None) -> str:
+def without_paths(text: str) -> str:
     """``text`` with paths of this machine named as anybody would: the cache, the checkout, the home."""
     known = {str(cache_root().resolve()): "~/.cache/dflash-plugins", str(_CHECKOUT): ".", str(Path.home()): "~"}
-    for path, name in ((more or {}) | known).items():
+    for path, name in known.items():
         text = text.replace(path, name)
     return text

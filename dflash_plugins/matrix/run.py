@@ -61,7 +61,7 @@ class RunReport(BaseModel):
     def render(self, console: Console) -> None:
         """One line per cell."""
         for run in self.runs:
-            said = "" if run.row is None else run.row.result
+            said: str = "" if run.row is None else run.row.result
             said += "" if run.row is None or run.row.reason is None else f": {run.row.reason}"
             if run.row is not None and run.row.results is not None:
                 results = run.row.results

@@ -63,8 +63,8 @@ class ShowReport(BaseModel):
         if self.rows:
             console.print(table)
         for cell in self.cells:
-            said = f"{cell.id}: not run yet; in {cell.environment}, about {cell.minutes:.0f} minutes"
-            console.print(said, markup=False, highlight=False, soft_wrap=True)
+            missing = f"{cell.id}: not run yet; in {cell.environment}, about {cell.minutes:.0f} minutes"
+            console.print(missing, markup=False, highlight=False, soft_wrap=True)
         for row in self.rows if len(self.rows) == 1 else ():
             for text in (row.reason, *row.known_issues, row.command):
                 if text:
