@@ -43,7 +43,8 @@ def installed_engine(place: Place) -> RowEngine:
     parsed = parse_version(found)
     if parsed is None or parsed.public != place.version:
         raise BadInput(f"{place.engine} {found} is installed here, the plan asks for {place.version}")
-    overridden = tuple(sorted(unmet(names[0])))
+    # ci/in-env gives vLLM's CPU build a second name, whose metadata ask for nothing.
+    overridden = tuple(sorted({said for name in names for said in unmet(name)}))
     return RowEngine(
         name=place.engine,
         version=found,
