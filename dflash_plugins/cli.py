@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Protocol
 
 import typer
 
+from dflash_plugins.cli_matrix import matrix
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -37,6 +39,7 @@ models = typer.Typer(
     help="The embedded pair: a small real target and the drafters trained for it.", no_args_is_help=True
 )
 app.add_typer(models, name="models")
+app.add_typer(matrix, name="matrix")
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout.")]
 K = Annotated[
@@ -86,7 +89,7 @@ def _print_json(document: dict[str, Any]) -> None:
 
 
 @contextlib.contextmanager
-def _quiet_stdout() -> Iterator[None]:
+def quiet_stdout() -> Iterator[None]:
     """Whatever a library prints meanwhile goes to stderr: stdout belongs to the result."""
     with contextlib.redirect_stdout(sys.stderr):
         yield
@@ -146,7 +149,7 @@ def models_fetch(
     """Make an embedded model available here and print its folder. Does nothing where it already is."""
     from dflash_plugins.pairs import fetch_model
 
-    with _quiet_stdout(), _progress() as report:
+    with quiet_stdout(), _progress() as report:
         path = fetch_model(name, to=to, report=report)
     if as_json:
         _print_json({"name": name, "path": str(path)})
@@ -166,11 +169,11 @@ def demo(
     from dflash_plugins.driver import find_driver
     from dflash_plugins.pairs import resolve
 
-    with _quiet_stdout(), _progress() as report:
+    with quiet_stdout(), _progress() as report:
         find_driver(engine)  # before a download: without the engine there is nothing to show
         resolve(TARGET, report=report)
         result = run(engine, k, progress=report)
-    return _finish(result, as_json)
+    return finish(result, as_json)
 
 
 @app.command()
@@ -201,7 +204,7 @@ def prove(
     from dflash_plugins.pairs import resolve
     from dflash_plugins.prove import run
 
-    with _quiet_stdout(), _progress() as report:
+    with quiet_stdout(), _progress() as report:
         driver = find_driver(engine)
         result = run(
             engine,
@@ -221,7 +224,7 @@ def prove(
             progress=report,
             driver=driver,
         )
-    return _finish(result, as_json)
+    return finish(result, as_json)
 
 
 @app.command()
@@ -250,10 +253,10 @@ def check(
     from dflash_plugins.serve import check as examine
 
     planned = _parse_settings(settings or [])
-    with _quiet_stdout(), _progress() as report:
+    with quiet_stdout(), _progress() as report:
         pair = locate(target, report=report), locate(draft, report=report)
         found = examine(engine, *pair, k=k, version=engine_version, settings=planned)
-    return _finish(found, as_json)
+    return finish(found, as_json)
 
 
 @app.command()
@@ -276,12 +279,12 @@ def serve(
     from dflash_plugins.pairs import resolve
     from dflash_plugins.serve import plan, replace_process
 
-    with _quiet_stdout(), _progress() as report:
+    with quiet_stdout(), _progress() as report:
         find_driver(engine)
         folder, drafter = resolve(target, report=report), resolve(draft, report=report)
         name = None if Path(target).expanduser().is_dir() else target
         found = plan(engine, folder, drafter, k=k, port=port, name=name, flags=flags or ())
-    code = _finish(found, as_json, stderr=True)
+    code = finish(found, as_json, stderr=True)
     if as_json:
         os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     if code == DONE:
@@ -298,7 +301,7 @@ class _Report(Protocol):
     def model_dump_json(self, *, indent: int) -> str: ...
 
 
-def _finish(report: _Report, as_json: bool, *, stderr: bool = False) -> int:
+def finish(report: _Report, as_json: bool, *, stderr: bool = False) -> int:
     """Shows a report on stdout; exit 1 where its answer is bad. ``stderr``: what is for people goes there."""
     from rich.console import Console
 
@@ -319,7 +322,7 @@ def convert(
     """Write a drafter in the other published layout, and say what became of every key, tensor and file."""
     from dflash_plugins.convert import convert as write
 
-    return _finish(write(source, out, to), as_json)
+    return finish(write(source, out, to), as_json)
 
 
 @app.command()
@@ -349,7 +352,7 @@ def train(
     from dflash_plugins.pairs import resolve
 
     recipe = _parse_settings(settings or [])
-    with _quiet_stdout(), _progress() as report:
+    with quiet_stdout(), _progress() as report:
         folder = resolve(target, report=report)
         from dflash_plugins.train.run import run  # loads torch: after everything that can be refused at once
 

@@ -61,7 +61,10 @@ class Comparison(BaseModel):
 
 
 class ProveReport(BaseModel):
-    """Outcome. ``lossless`` is false only on a FAIL: a difference with a real gap, or p below alpha when sampling."""
+    """Outcome. ``lossless`` is false only on a FAIL: a difference with a real gap, or p below alpha when sampling.
+
+    ``flags`` are those in force in both engines (``driver.Hello``).
+    """
 
     model_config = ConfigDict(frozen=True)
 
@@ -82,6 +85,7 @@ class ProveReport(BaseModel):
     accepted_by_slot: tuple[float, ...]
     drafter_independence: Comparison | None
     findings: tuple[Finding, ...]
+    flags: Mapping[str, Any] = {}
 
     @property
     def exit_code(self) -> int:
@@ -305,6 +309,7 @@ def _report(
         accepted_by_slot=own.accepted_by_slot,
         drafter_independence=drafter_independence,
         findings=job.findings,
+        flags=plain.hello.flags,
     )
 
 

@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict
 
 from dflash_plugins.config_models import DraftConfig
 from dflash_plugins.findings import Finding, Severity
-from dflash_plugins.matrix import MatrixRow
+from dflash_plugins.matrix import MatrixRow, Status, statement
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -46,7 +46,7 @@ class DraftSummary(_Frozen):
 class MatrixSummary(_Frozen):
     """What the compatibility matrix says of the pair on this engine version, and the rows that say it."""
 
-    status: str
+    status: Status
     rows: tuple[MatrixRow, ...] = ()
 
 
@@ -104,8 +104,10 @@ class CheckReport(_Frozen):
         runner = f", runner {self.engine.runner}" if self.engine.runner else ""
         lines = [_line("bold", f"{self.draft_name} for {self.target} on {self.engine.name} {version}{runner}")]
         if self.draft is not None:
+            state, rows = self.matrix.status, self.matrix.rows
+            said = state if state == "known-bad" else statement(state, rows)  # why, an error says
             facts = f"{self.draft.method}, block {self.draft.block_size}, so K {self.draft.k}"
-            lines.append(_line("", f"{facts}, {self.draft.dtype}; matrix: {self.matrix.status}"))
+            lines.append(_line("", f"{facts}, {self.draft.dtype}; matrix: {said}"))
         return lines
 
     def _foot(self) -> list[Text]:

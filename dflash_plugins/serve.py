@@ -123,7 +123,7 @@ def _report(
 def _tested(
     facts: EngineFacts, launch: Launch, config: DraftConfig | None, name: str
 ) -> tuple[MatrixSummary, list[Finding]]:
-    """What the matrix says; only a pair known to be bad is a finding."""
+    """What the matrix says; that a pair is untested, as most are, is no finding."""
     if config is None or (version := parse_version(launch.version or "")) is None:
         return MatrixSummary(status="untested"), []
     state, rows = status(
@@ -132,8 +132,9 @@ def _tested(
         engine_version=version.public,
         draft=name,
         draft_fingerprint=config.fingerprint,
+        runner=launch.runner or facts.default_runner.get(launch.platform or ""),
     )
-    return MatrixSummary(status=state, rows=rows), [status_finding(state, rows)] if state == "known-bad" else []
+    return MatrixSummary(status=state, rows=rows), [status_finding(state, rows)] if state != "untested" else []
 
 
 def _unversioned(facts: EngineFacts, launch: Launch) -> list[Finding]:

@@ -27,13 +27,17 @@ TOKENS_FLAG = "speculative_num_draft_tokens"
 
 @dataclass(frozen=True)
 class Served:
-    """A drafter that our worker serves. ``k`` counts proposals; ``reasons`` say why it is ours, for the log."""
+    """A drafter that our worker serves. ``k`` counts proposals.
+
+    For the log, ``reasons`` say why it is ours, and ``draft_name`` is what the engine calls it.
+    """
 
     draft: DraftConfig
     k: int
     prefix_lengths: tuple[int, ...]
     reasons: tuple[str, ...]
     on_cpu: bool
+    draft_name: str = ""
 
 
 def served(server_args: Any, *, warn: bool) -> Served | None:
@@ -61,7 +65,7 @@ def served(server_args: Any, *, warn: bool) -> Served | None:
     draft = reading.require()
     k = draft.k if k is None else k
     prefix_lengths, _ = served_prefix_lengths(draft, k)
-    return Served(draft, k, prefix_lengths, reasons, on_cpu)
+    return Served(draft, k, prefix_lengths, reasons, on_cpu, str(settings.speculative_draft_model_path))
 
 
 def settings_of(server_args: Any) -> Any:

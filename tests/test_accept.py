@@ -191,3 +191,18 @@ def test_other_ids_are_a_fault_whatever_they_cost(accept):
     assert accept.same_ids_faults(overhead(same=False)) == ["empty-loop: ids differ"]
     assert accept.same_ids_faults(overhead()) == []
     assert accept.same_ids_faults({"records": []}) != []
+
+
+def test_every_row_of_the_matrix_is_a_cell(accept, monkeypatch, tmp_path, repository):
+    plan = tmp_path / "dflash_plugins" / "matrix" / "plan.toml"
+    plan.parent.mkdir(parents=True)
+    plan.write_bytes((repository / "dflash_plugins" / "matrix" / "plan.toml").read_bytes())
+    book = tmp_path / "compat_matrix.yaml"
+    book.write_text("rows:\n- id: sglang-0.5.21-dloop-greedy\n  x: 1\n- id: not-in-the-plan\n")
+    monkeypatch.setattr(accept, "CHECKOUT", tmp_path)
+    (cell,) = accept.matrix_cells()
+    assert (cell.name, cell.environment) == ("matrix-sglang-0.5.21-dloop-greedy", "core")
+    assert cell.command.endswith("matrix run --compare --json --row sglang-0.5.21-dloop-greedy")
+    assert cell.faults({"runs": [{"faults": []}]}) == []
+    assert cell.faults({"runs": [{"faults": ["below the floor"]}]}) == ["below the floor"]
+    assert cell.faults({"runs": []}) != []

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from matrix_rows import row
 from published import Pair, qwen3_8b, qwen38_27b_dflash2, speculators_dflash
 
 from dflash_plugins import cli, hub, serve
@@ -17,7 +18,7 @@ from dflash_plugins.engines.limits import holds, limit_findings
 from dflash_plugins.errors import BadInput
 from dflash_plugins.findings import Finding, Severity
 from dflash_plugins.hardware import gpu_memory
-from dflash_plugins.matrix import Matrix, MatrixRow
+from dflash_plugins.matrix import Matrix
 from dflash_plugins.report import CheckReport
 from dflash_plugins.rules import Facts
 from dflash_plugins.settings import read_settings
@@ -290,29 +291,28 @@ def test_settings_in_the_kind_the_engine_takes(given, expected):
 # -- the matrix
 
 
-def row(pair: Pair, **more: Any) -> MatrixRow:
-    fields = {
-        **{"id": "r1", "engine": "vllm", "engine_version": "0.31.0", "method": "dflash2", "target": "t", "draft": "d"},
-        **{"draft_fingerprint": "sha256:" + "0" * 64, "k": 7, "platform": "cpu", "date": "2026-11-30"},
-        **{"result": "passed"},
-    }
-    return MatrixRow(**fields | more)
-
-
 @pytest.mark.parametrize(
-    ("same", "result", "status", "code"),
-    [(True, "passed", "tested", 0), (True, "failed", "known-bad", 1), (False, "passed", "untested revision", 0)],
+    ("same", "result", "status", "code", "words"),
+    [
+        (True, "passed", "tested", 0, "at least 1.44 emitted per round"),
+        (True, "failed", "known-bad", 1, "known-bad: r1 (it broke)"),
+        (False, "passed", "untested", 0, "another revision"),
+    ],
 )
-def test_the_matrix_is_asked(monkeypatch, capsys, tmp_path, same, result, status, code):
+def test_the_matrix_is_asked(monkeypatch, capsys, tmp_path, same, result, status, code, words):
     pair = qwen38_27b_dflash2()
-    given = arguments(pair, tmp_path / "p", "--engine-version", "0.31.0+cpu")
+    given = arguments(pair, tmp_path / "p", "--engine-version", "0.31.0+cpu", "--set", "runner=v1")
     print_of = document(capsys, given)["draft"]["fingerprint"]
-    known = {"draft_fingerprint": print_of} if same else {"draft": given[6]}
-    monkeypatch.setattr(serve, "read_matrix", lambda: Matrix(rows=(row(pair, result=result, **known),)))
-    assert cli.main([*given, "--json"]) == code
+    known = {"draft__fingerprint": print_of} if same else {"draft__name": given[6]}
+    monkeypatch.setattr(serve, "read_matrix", lambda: Matrix(rows=(row(result=result, **known),)))
+    before = cli.main(given)
+    assert words in " ".join(capsys.readouterr().out.split())
+    assert (before, cli.main([*given, "--json"])) == (code, code)
     found = json.loads(capsys.readouterr().out)
     assert found["matrix"]["status"] == status
     assert [one["id"] for one in found["matrix"]["rows"]] == ["r1"]
+    said = [one["mend"] for one in found["findings"] if one["code"] == "matrix"]
+    assert said == {"tested": [f"to repeat it: {row().command}"], "known-bad": ["use a tested pair"]}.get(status, [])
 
 
 # -- the hub

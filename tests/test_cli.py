@@ -11,7 +11,8 @@ from dflash_plugins import cli
 from dflash_plugins.errors import Refused
 from dflash_plugins.findings import Finding, Severity
 
-COMMANDS = ("models", "check", "demo", "prove", "serve", "convert", "train")
+WITHIN = ("models list", "models fetch", "matrix show", "matrix run", "matrix render")
+COMMANDS = ("models", "check", "demo", "prove", "serve", "convert", "train", "matrix")
 
 
 def test_help_takes_less_than_a_second_and_loads_no_torch(python):
@@ -31,7 +32,7 @@ print(code, time.process_time() - started, sorted(heavy & set(sys.modules)))
     assert all(any(line.split()[:1] == [command] for line in shown) for command in COMMANDS)
 
 
-@pytest.mark.parametrize("command", [*COMMANDS, "models list", "models fetch"])
+@pytest.mark.parametrize("command", [*COMMANDS, *WITHIN])
 def test_every_command_has_help_without_torch(python, command):
     script = "import sys; from dflash_plugins.cli import main; print(main(sys.argv[1:]), 'torch' in sys.modules)"
     result = python("-c", script, *command.split(), "--help")

@@ -1,74 +1,71 @@
-"""The compatibility matrix: its schema, and what it says about a pair."""
+"""The compatibility matrix: its schema, its file, and what it says about a pair."""
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from matrix_rows import PRINT_A, PRINT_B, document, results, row, rows
 
 from dflash_plugins.errors import BadInput
 from dflash_plugins.findings import Severity
-from dflash_plugins.matrix import MatrixRow, read_matrix, status, status_finding
+from dflash_plugins.matrix import book, log_status, read_matrix, standing, status, status_finding
+from dflash_plugins.matrix.rows import MatrixRow, acceptance_floor, schema_text
+from dflash_plugins.matrix.table import SCHEMA, with_table
 
-PRINT_A, PRINT_B = "sha256:" + "a" * 64, "sha256:" + "b" * 64
-ROW: dict[str, Any] = {
-    "id": "r1",
-    "engine": "vllm",
-    "engine_version": "0.31.0",
-    "method": "dflash",
-    "target": "org/target",
-    "draft": "org/drafter",
-    "draft_fingerprint": PRINT_A,
-    "k": 7,
-    "platform": "cpu",
-    "date": "2026-10-11",
-    "result": "passed",
-}
+EMPTY = "# a comment\nrows: []\n"
 
 
-def written(directory: Path, rows: list[dict[str, Any]]) -> Path:
+def written(directory: Path, documents: list[dict[str, Any]]) -> Path:
     file = directory / "matrix.yaml"
-    file.write_text(yaml.safe_dump({"rows": rows}))
+    file.write_text(yaml.safe_dump({"rows": documents}))
     return file
 
 
-def said(*rows: dict[str, Any], version: str = "0.31.0", fingerprint: str = PRINT_A) -> tuple[str, list[str]]:
-    parsed = [MatrixRow(**row) for row in rows]
-    state, by = status(
-        parsed, engine="vllm", engine_version=version, draft="org/drafter", draft_fingerprint=fingerprint
-    )
-    return state, [row.id for row in by]
+# -- the file
 
 
-def test_the_shipped_matrix_is_valid() -> None:
-    matrix = read_matrix()
-    for row in matrix.rows:
-        assert row.draft_fingerprint.startswith("sha256:")
+def test_the_shipped_matrix_schema_and_table_are_current(repository):
+    """After a change of rows or of the models: dflash-plugins matrix render."""
+    shipped = read_matrix()
+    readme = (repository / "README.md").read_text()
+    assert read_matrix(repository / "compat_matrix.yaml") == shipped
+    assert (repository / SCHEMA).read_text() == schema_text()
+    assert with_table(readme, shipped.rows) == readme
 
 
-def test_rows_are_read(tmp_path: Path) -> None:
-    assert read_matrix(written(tmp_path, [ROW])).rows == (MatrixRow(**ROW),)
+def test_rows_are_read(tmp_path):
+    assert read_matrix(written(tmp_path, [document()])).rows == (row(),)
 
 
 @pytest.mark.parametrize(
-    ("rows", "words"),
+    ("documents", "words"),
     [
-        ([ROW | {"engine": "tgi"}], "rows.0.engine"),
-        ([ROW | {"draft_fingerprint": "abc"}], "rows.0.draft_fingerprint"),
-        ([ROW | {"surprise": 1}], "rows.0.surprise"),
-        ([{k: v for k, v in ROW.items() if k != "k"}], "rows.0.k"),
-        ([ROW, ROW], "id twice"),
+        ([document(engine__name="tgi")], r"rows\.0\.engine\.name"),
+        ([document(draft__fingerprint="abc")], r"rows\.0\.draft\.fingerprint"),
+        ([document(surprise=1)], r"rows\.0\.surprise"),
+        ([document(launch__surprise=1)], r"rows\.0\.launch\.surprise"),
+        ([{k: v for k, v in document().items() if k != "launch"}], r"rows\.0\.launch"),
+        ([document(engine__pins="overridden")], "requirements are listed"),
+        ([document(result="failed", reason=None)], "says its reason"),
+        ([document(reason="why")], "no reason"),
+        ([document(results=None)], "results that are lossless"),
+        ([document(results=results(lossless=False))], "results that are lossless"),
+        ([document(), document()], "id twice"),
     ],
 )
-def test_faulty_rows_are_named(tmp_path: Path, rows: list[dict[str, Any]], words: str) -> None:
+def test_faulty_rows_are_named(tmp_path, documents, words):
     with pytest.raises(BadInput, match=words):
-        read_matrix(written(tmp_path, rows))
+        read_matrix(written(tmp_path, documents))
 
 
-@pytest.mark.parametrize("text", ["rows: [", "[]", "{}"])
-def test_a_broken_file_is_bad_input(tmp_path: Path, text: str) -> None:
+@pytest.mark.parametrize("text", ["rows: [", "[]", "{}", "rows: 3"])
+def test_a_broken_file_is_bad_input(tmp_path, text):
     file = tmp_path / "matrix.yaml"
     file.write_text(text)
     with pytest.raises(BadInput, match=r"matrix\.yaml"):
@@ -77,20 +74,97 @@ def test_a_broken_file_is_bad_input(tmp_path: Path, text: str) -> None:
         read_matrix(tmp_path / "none.yaml")
 
 
-def test_f05_another_revision_is_not_tested() -> None:
-    assert said(ROW) == ("tested", ["r1"])
-    assert said(ROW, fingerprint=PRINT_B) == ("untested revision", ["r1"])
+@settings(max_examples=60, deadline=None)
+@given(st.lists(rows, min_size=1, max_size=4, unique_by=lambda one: one.id), st.data())
+def test_rows_survive_the_file_and_the_others_stay_byte_for_byte(known: list[MatrixRow], data: st.DataObject) -> None:
+    text = EMPTY
+    for one in known:
+        text = book.with_row(text, one)
+    assert text.startswith("# a comment\nrows:\n")
+    assert book.parse_matrix(text, "x").rows == tuple(known)
+    at = data.draw(st.integers(0, len(known) - 1))
+    changed = data.draw(rows).model_copy(update={"id": known[at].id})
+    after = book.with_row(text, changed)
+    before, _, rest = text.partition(book.row_text(known[at]))
+    assert after == before + book.row_text(changed) + rest
 
 
-def test_other_versions_and_failures() -> None:
-    assert said(ROW, version="0.32.0") == ("untested", [])
-    assert said(ROW, ROW | {"id": "r2", "result": "failed"}) == ("known-bad", ["r1", "r2"])
+def test_a_row_is_written_through_the_link_of_the_package_and_whole(tmp_path, monkeypatch):
+    file, link = tmp_path / "compat_matrix.yaml", tmp_path / "package" / "compat_matrix.yaml"
+    file.write_text(EMPTY)
+    link.parent.mkdir()
+    link.symlink_to("../compat_matrix.yaml")
+    book.write_row(link, row("r1"))
+    book.write_row(link, row("r2"))
+    assert link.is_symlink()
+    assert [one.id for one in read_matrix(file).rows] == ["r1", "r2"]
+    text = file.read_text()
+    monkeypatch.setattr(book.os, "fdopen", lambda *_, **__: (_ for _ in ()).throw(OSError("disk full")))
+    with pytest.raises(OSError, match="disk full"):
+        book.write_row(link, row("r3"))
+    assert file.read_text() == text
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["compat_matrix.yaml", "package"]
+
+
+def test_rows_that_somebody_has_laid_out_otherwise_are_left_alone(tmp_path):
+    text = yaml.safe_dump({"rows": [document()]})  # sorted keys: no row begins with its id
+    with pytest.raises(BadInput, match="not laid out"):
+        book.with_row(text, row("r2"))
+
+
+@pytest.mark.parametrize(("emitted", "expected"), [(1.0, 1.0), (1.05, 1.0), (1.6, 1.44), (2.0, 1.8), (1.5931, 1.43)])
+def test_the_floor_is_nine_tenths(emitted, expected):
+    assert acceptance_floor(emitted) == expected
+
+
+# -- what it says
+
+
+def said(*known: MatrixRow, version: str = "0.31.0", fingerprint: str = PRINT_A, runner: str | None = None):
+    asked = {"engine": "vllm", "engine_version": version, "draft": "org/drafter", "draft_fingerprint": fingerprint}
+    state, by = status(known, **asked, runner=runner)
+    return state, [one.id for one in by]
+
+
+def test_f05_another_revision_is_not_tested():
+    assert said(row()) == ("tested", ["r1"])
+    assert said(row(), fingerprint=PRINT_B) == ("untested", ["r1"])
+    assert "another revision" in standing.statement("untested", (row(),))
+
+
+def test_other_versions_runners_and_failures():
+    assert said(row(), version="0.32.0") == ("untested", [])
+    assert said(row(), version="0.31.0+cpu") == ("tested", ["r1"])
+    assert said(row(), runner="v2") == ("untested", [])
+    assert said(row(engine__runner=None), runner="v2") == ("tested", ["r1"])
+    assert said(row(), row("r2", result="failed")) == ("known-bad", ["r1", "r2"])
     assert said() == ("untested", [])
 
 
-def test_status_as_a_finding() -> None:
-    row = MatrixRow(**ROW)
-    assert status_finding("tested", (row,)).severity is Severity.INFO
-    assert status_finding("untested revision", (row,)).severity is Severity.WARNING
-    assert "r1" in status_finding("known-bad", (row,)).message
-    assert status_finding("known-bad", (row,)).severity is Severity.ERROR
+def test_status_as_a_finding():
+    tested = status_finding("tested", (row(), row("r2", results=results(1.2))))
+    assert tested.severity is Severity.INFO
+    assert "at least 1.08 emitted per round" in tested.message
+    assert row().command in tested.mend
+    assert status_finding("untested", ()).severity is Severity.WARNING
+    bad = status_finding("known-bad", (row(result="failed"),))
+    assert (bad.severity, bad.message) == (Severity.ERROR, "known-bad: r1 (it broke)")
+
+
+@pytest.mark.parametrize(("result", "level", "words"), [("passed", 20, "at least 1.44"), ("failed", 30, "it broke")])
+def test_a_start_says_what_the_matrix_says(monkeypatch, caplog, result, level, words):
+    asked = {"engine": "vllm", "engine_version": "0.31.0", "draft": "d", "draft_fingerprint": PRINT_A}
+    monkeypatch.setattr(standing, "read_matrix", lambda: book.Matrix(rows=(row(result=result),)))
+    with caplog.at_level(logging.INFO):
+        log_status(logging.getLogger("x"), **asked)
+    (record,) = caplog.records
+    assert (record.levelno, words in record.getMessage()) == (level, True)
+
+
+def test_a_start_survives_a_matrix_that_cannot_be_read(monkeypatch, caplog):
+    def broken():
+        raise BadInput("no matrix")
+
+    monkeypatch.setattr(standing, "read_matrix", broken)
+    log_status(logging.getLogger("x"), engine="vllm", engine_version="0", draft="d", draft_fingerprint=PRINT_A)
+    assert "no matrix" in caplog.text
