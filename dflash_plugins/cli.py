@@ -263,6 +263,9 @@ def serve(
     draft: Annotated[str, typer.Option(metavar="D", help="Folder of the drafter, or its embedded name.")],
     port: Annotated[int | None, typer.Option(min=1, max=65535, metavar="P", help="Where it listens.")] = None,
     k: K = None,
+    probe: Annotated[
+        bool, typer.Option("--probe", help="Stay beside the server, and warn where what it drafts is not accepted.")
+    ] = False,
     as_json: AsJson = False,
     flags: Annotated[
         list[str] | None, typer.Argument(metavar="-- ENGINE FLAGS", help="Go to the engine's server as they are.")
@@ -274,8 +277,10 @@ def serve(
     """
     from dflash_plugins.driver import find_driver
     from dflash_plugins.pairs import resolve
-    from dflash_plugins.serve import plan, replace_process
+    from dflash_plugins.serve import plan, replace_process, stay_beside
 
+    if probe:
+        _require("bench", "prometheus_client", "requests")
     with _quiet_stdout(), _progress() as report:
         find_driver(engine)
         folder, drafter = resolve(target, report=report), resolve(draft, report=report)
@@ -284,8 +289,11 @@ def serve(
     code = _finish(found, as_json, stderr=True)
     if as_json:
         os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
-    if code == DONE:
-        replace_process(found.launch)
+    if code != DONE:
+        return code
+    if probe:
+        return stay_beside(found)
+    replace_process(found.launch)
     return code
 
 
@@ -327,9 +335,7 @@ def train(
     target: Annotated[str, typer.Option(metavar="T", help="Folder of the target, or its embedded name.")],
     data: Annotated[
         list[Path],
-        typer.Option(
-            metavar="DATA", help="Folders of features of the target's answers, or a file of answers."
-        ),
+        typer.Option(metavar="DATA", help="Folders of features of the target's answers, or a file of answers."),
     ],
     out: Annotated[Path, typer.Option(metavar="DIR", help="Where the drafter goes, and the state of the run.")],
     method: Annotated[str, typer.Option(help="dflash, dflash2 or dloop (mode refine).")] = "dflash",
