@@ -27,7 +27,19 @@ MACHINE_PATHS = re.compile(
 WITHOUT_TORCH = (
     *("check", "serve", "hub", "rules", "pair", "served", "memory", "settings", "report", "headers", "engines.limits"),
     *("errors", "findings", "config", "stopping", "alignment", "cycle", "engines", "driver", "prove", "demo", "cli"),
-    *("pairs", "pairs.fetch", "pairs.prompts", "pairs.catalogue", "pairs.gguf_llama"),
+    *(
+        "probe",
+        "parent",
+        "suspects",
+        "bench",
+        "bench_report",
+        "page",
+        "pairs",
+        "pairs.fetch",
+        "pairs.prompts",
+        "pairs.catalogue",
+        "pairs.gguf_llama",
+    ),
 )
 
 

@@ -61,13 +61,13 @@ class Worker:
         from vllm import SamplingParams
 
         params = SamplingParams(
-            **sampling.model_dump(exclude={"logits", "rounds"}),
+            **sampling.model_dump(exclude={"logits", "rounds", "times"}),
             logprobs=sampling.logits,
             detokenize=self._tokenizer is not None,
         )
         before = self._counters()
         began = time.perf_counter()
-        if sampling.rounds:
+        if sampling.rounds or sampling.times:
             completions = self._round_by_round(prompts, params)
         else:
             outputs = self._llm.generate([list(prompt) for prompt in prompts], params, use_tqdm=self._bar)
@@ -83,16 +83,21 @@ class Worker:
         params.output_kind = RequestOutputKind.DELTA
         engine = self._llm.llm_engine
         pieces: list[list[Any]] = [[] for _ in prompts]
+        arrivals: list[list[float]] = [[] for _ in prompts]
         began = time.monotonic_ns()
         for number, prompt in enumerate(prompts):
             engine.add_request(f"{began}-{number}", TokensPrompt(prompt_token_ids=list(prompt)), params)
         done = 0
         while engine.has_unfinished_requests():
-            for output in engine.step():
-                pieces[int(output.request_id.rpartition("-")[2])].append(output.outputs[0])
+            outputs = engine.step()
+            seconds = (time.monotonic_ns() - began) / 1e9
+            for output in outputs:
+                number = int(output.request_id.rpartition("-")[2])
+                pieces[number].append(output.outputs[0])
+                arrivals[number].append(seconds)
                 done += output.finished
             self._channel.send({"progress": [done, len(prompts)]})
-        return tuple(joined(parts) for parts in pieces)
+        return tuple(joined(parts, times) for parts, times in zip(pieces, arrivals, strict=True))
 
     def _bar(self, iterable: Any = None, *, total: int = 0, **_: Any) -> Any:
         # vLLM wraps the adding of requests in a bar of its own; that takes no time worth telling.
@@ -166,14 +171,16 @@ def completion(sample: Any) -> Completion:
     return Completion(ids=tuple(sample.token_ids), text=sample.text, finish_reason=sample.finish_reason, logits=logits)
 
 
-def joined(pieces: Sequence[Any]) -> Completion:
+def joined(pieces: Sequence[Any], arrivals: Sequence[float]) -> Completion:
     """What a request gained step by step as one record; a step in which it gained nothing was none of its rounds."""
     gained = [piece for piece in pieces if piece.token_ids]
+    times = tuple(seconds for piece, seconds in zip(pieces, arrivals, strict=True) if piece.token_ids)
     return Completion(
         ids=tuple(token for piece in gained for token in piece.token_ids),
         text="".join(piece.text for piece in pieces),
         finish_reason=pieces[-1].finish_reason,
         emitted=tuple(len(piece.token_ids) for piece in gained[1:]),
+        arrivals=times,
     )
 
 
