@@ -148,8 +148,8 @@ def _configs(
     for k in ks or (None,):
         pair, warnings = check_inputs(engine, target, draft, k, extra)
         found |= {str(warning): warning for warning in warnings}
-        more = {"dtype": dtype, "max_num_seqs": largest, "seed": seed, "memory_share": share, "extra": extra}
-        drafting.append(EngineConfig(**pair, **more))
+        config = EngineConfig(**pair, dtype=dtype, max_num_seqs=largest, seed=seed, memory_share=share, extra=extra)
+        drafting.append(config)
     return [drafting[0].plain(), *drafting], tuple(found.values())
 
 

@@ -71,7 +71,8 @@ def write(paths: Sequence[Path], page: Path | None, picture: Path | None) -> Rep
             plots.png(runs, picture)
     except OSError as error:
         raise BadInput(f"{error.filename}: {error.strerror}") from error
-    return ReportFiles(runs=len(runs), html=page and str(page), png=picture and str(picture))
+    names = [None if path is None else str(path) for path in (page, picture)]
+    return ReportFiles(runs=len(runs), html=names[0], png=names[1])
 
 
 def document(runs: Sequence[tuple[str, BenchReport]], plot: str) -> str:

@@ -68,11 +68,14 @@ def _speedup(axes: Axes, runs: Sequence[Run]) -> None:
 
 
 def _slots(axes: Axes, runs: Sequence[Run]) -> None:
+    """At the lowest load."""
+    from matplotlib.ticker import MaxNLocator
+
     for label, rows in _lines(runs):
         rates = rows[0].accepted_by_slot
         axes.plot(range(1, len(rates) + 1), rates, marker="o", label=label)
     axes.set(xlabel="slot", ylabel="share of rounds that accepted it", title="Acceptance by slot", ylim=(0, 1))
-    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.legend(fontsize="small")
 
 

@@ -141,7 +141,7 @@ def probing(
 
     def beside(over: threading.Event) -> None:
         try:
-            result = probe(engine, address, over, floor=floor)
+            result = probe(engine, address, over, k=report.k or 1, floor=floor)
         except Unprobed as reason:
             if not over.is_set():  # a server that ends says itself why
                 say(f"the server could not be probed: {reason}", True)
@@ -157,7 +157,9 @@ def _warning(result: ProbeResult, suspected: Iterable[str]) -> str:
     return f"{result}\nThe text stays that of the target; what suffers is speed. Suspects, worst first:\n{lines}"
 
 
-def probe(engine: str, address: Address, over: threading.Event, *, floor: float | None = None) -> ProbeResult | None:
+def probe(
+    engine: str, address: Address, over: threading.Event, *, k: int, floor: float | None = None
+) -> ProbeResult | None:
     """Wait until the server answers, ask it, and judge; None where it ended before. Raises ``Unprobed``."""
     import requests
 
@@ -169,7 +171,7 @@ def probe(engine: str, address: Address, over: threading.Event, *, floor: float 
         if not _ready(session, address, over):
             return None
         try:
-            return judge(_measure(session, engine, address.url, over), floor)
+            return judge(_measure(session, engine, address.url, k, over), floor)
         except (requests.RequestException, ValueError, KeyError, IndexError, TypeError) as error:
             raise Unprobed(f"{type(error).__name__}: {' '.join(str(error).split())[:300]}") from error
 
@@ -187,7 +189,7 @@ def _ready(session: Session, address: Address, over: threading.Event) -> bool:
     return False
 
 
-def _measure(session: Session, engine: str, url: str, over: threading.Event) -> Counters:
+def _measure(session: Session, engine: str, url: str, k: int, over: threading.Event) -> Counters:
     """What the rounds of the probe's prompts came to, by the answers themselves or else by the server's metrics."""
     model = session.get(f"{url}/v1/models", timeout=ANSWER_SECONDS).json()["data"][0]["id"]
     before = _metrics(session, engine, url)
@@ -202,12 +204,10 @@ def _measure(session: Session, engine: str, url: str, over: threading.Event) -> 
         last, after = after, _metrics(session, engine, url) or after
         if after == last != before or over.wait(POLL_SECONDS):
             break
-    answered = len(PROMPTS) if engine == "sglang" else 0  # the first token of an answer is of no round
-    return Counters(
-        rounds=after.rounds - before.rounds,
-        proposed=after.proposed - before.proposed,
-        accepted=max(0, after.accepted - before.accepted - answered),
-    )
+    rounds, accepted = after.rounds - before.rounds, after.accepted - before.accepted
+    if engine == "sglang":  # of whose counters proposals have to be guessed; an answer's first token is of no round
+        return Counters(rounds=rounds, proposed=k * rounds, accepted=max(0, accepted - len(PROMPTS)))
+    return Counters(rounds=rounds, proposed=after.proposed - before.proposed, accepted=accepted)
 
 
 def _ask(session: Session, engine: str, url: str, model: str, prompt: str) -> Any:

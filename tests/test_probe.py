@@ -104,8 +104,12 @@ def test_sglangs_answers_say_more_than_its_metrics(said, metrics):
     )
 
 
+def test_nothing_accepted_shows_in_sglangs_metrics(said):
+    assert "60 proposals, 0 accepted" in said("sglang", accepted=0)[0]
+
+
 def test_sglangs_metrics_where_its_answers_say_nothing(said):
-    assert "3.00 emitted per round (20 rounds, 0 proposals, 40" in said("sglang", accepted=2)[0]
+    assert "3.00 emitted per round (20 rounds, 60 proposals, 40" in said("sglang", accepted=2)[0]
 
 
 def test_a_server_that_says_nothing_could_not_be_probed(said):

@@ -2,6 +2,7 @@
 
 import os
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from safetensors.torch import save_file
 from dflash_plugins.driver import Counters, EngineConfig, EngineError, Sampling, WorkerProcess
 from dflash_plugins.worker import describe, encode_messages
 from sglang_ext.worker import Head, counters_of, engine_arguments, sampling_parameters
+from vllm_ext.worker import joined
 
 TOY = """
 import multiprocessing, subprocess, sys
@@ -107,6 +109,14 @@ def test_counters_of_sglang_are_those_of_the_core():
     assert counters_of(meta, 4) == expected
     assert counters_of({}, 4) == Counters()
     assert counters_of({}, None) == Counters()
+
+
+def test_steps_of_vllm_are_rounds_with_their_times_but_for_those_that_gained_nothing():
+    pieces = [
+        SimpleNamespace(token_ids=ids, text=str(len(ids)), finish_reason=None) for ids in ([], [5], [6, 7], [], [8])
+    ]
+    found = joined(pieces, [0.1, 0.2, 0.3, 0.4, 0.5])
+    assert (found.ids, found.emitted, found.arrivals) == ((5, 6, 7, 8), (2, 1), (0.2, 0.3, 0.5))
 
 
 def test_arguments_of_sglang():
