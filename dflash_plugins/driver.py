@@ -142,11 +142,16 @@ class Counters(_Record):
 
 
 class Generated(_Record):
-    """Answer to one ``generate``: a completion per prompt, wall seconds in the engine, and what speculation did."""
+    """Answer to one ``generate``: a completion per prompt, wall seconds in the engine, and what speculation did.
+
+    ``parts`` holds, where times were asked for and the engine can be timed inside, the seconds that drafter and target
+    took in every step that was a round of all its requests.
+    """
 
     completions: tuple[Completion, ...]
     seconds: float
     counters: Counters
+    parts: tuple[tuple[float, float], ...] | None = None
 
     @property
     def tokens(self) -> int:

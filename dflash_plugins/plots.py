@@ -97,4 +97,4 @@ def _cycle(axes: Axes, runs: Sequence[Run]) -> None:
     axes.set_yticks(places, [name for name, _ in bars], fontsize="small")
     axes.invert_yaxis()
     axes.set(xlabel="ms", title="One round")
-    axes.legend(fontsize="small")
+    axes.legend(fontsize="small", loc="upper center", bbox_to_anchor=(0.5, -0.12), ncols=2)

@@ -41,7 +41,8 @@ class FakeSession:
         rounds = 0 if self.config.draft is None else self.driver.rounds
         counters = Counters(rounds=rounds, proposed=3 * rounds, accepted=rounds, accepted_by_slot=(rounds, 0, 0))
         seconds = self.driver.seconds(self.name, len(self.driver.calls))
-        return Generated(completions=completions, seconds=seconds, counters=counters if rounds else Counters())
+        counters = counters if rounds else Counters()
+        return Generated(completions=completions, seconds=seconds, counters=counters, parts=self.driver.parts)
 
     @property
     def name(self):
@@ -97,6 +98,7 @@ class FakeDriver:
     rounds: int = 10
     cut: int | None = None
     tells_times: bool = False
+    parts: tuple | None = None
     flags: dict = field(default_factory=dict)
     calls: list = field(default_factory=list)
     started: list = field(default_factory=list)

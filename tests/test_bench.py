@@ -63,7 +63,7 @@ def test_by_wall_a_round_is_all_of_the_time_and_latencies_are_unknown(measured):
     assert second.cycle.round_ms == 200.0  # of ten rounds by two requests, five each
     assert first.predicted_speedup == pytest.approx(2000 / 9 * 2 / 100)
     assert (first.plain_latency, first.spec_latency, first.cycle.draft_ms) == (None, None, None)
-    assert "engine does not say" in first.cycle.not_split_because
+    assert "seen from outside" in first.cycle.not_split_because
 
 
 def test_where_the_engine_says_when_tokens_came(measured):
@@ -72,6 +72,12 @@ def test_where_the_engine_says_when_tokens_came(measured):
     assert row.predicted_speedup == 1.0
     assert row.plain_latency.ttft_ms.p50 == row.spec_latency.ttft_ms.p99 == 1000.0
     assert row.spec_latency.inter_token_ms.p50 == 250.0
+
+
+def test_the_parts_of_a_round_where_the_engine_is_timed_inside(measured):
+    cycle = measured(FakeDriver(tells_times=True, parts=((0.1, 0.3), (0.2, 0.25), (0.1, 0.3)))).rows[0].cycle
+    assert (cycle.draft_ms, cycle.verify_ms, cycle.not_split_because) == (100.0, 300.0, None)
+    assert cycle.overhead_ms == pytest.approx(100.0)
 
 
 def test_engines_take_turns_on_full_waves_and_the_warm_up_is_not_measured(measured):

@@ -11,6 +11,7 @@ from typing import Any
 
 from dflash_plugins.driver import Completion, Counters, EngineConfig, Generated, Hello, Sampling
 from dflash_plugins.worker import Channel, difference, encode_messages, run
+from vllm_ext.stopwatch import Stopwatch, runner_of
 
 COUNTERS = {
     "vllm:spec_decode_num_drafts": "rounds",
@@ -44,9 +45,11 @@ class Worker:
 
     def __init__(self, config: EngineConfig, channel: Channel) -> None:
         from vllm import LLM
+        from vllm.platforms import current_platform
 
         self._channel = channel
         self._llm = LLM(**engine_arguments(config))
+        self._on_cpu = current_platform.is_cpu()
         self._tokenizer = None if config.extra.get("skip_tokenizer_init") else self._llm.get_tokenizer()
 
     def hello(self) -> Hello:
@@ -66,17 +69,37 @@ class Worker:
             detokenize=self._tokenizer is not None,
         )
         before = self._counters()
+        parts: list[tuple[float, float]] | None = None
+        watched = runner_of(self._llm, on_cpu=self._on_cpu) if sampling.times else None
         began = time.perf_counter()
-        if sampling.rounds or sampling.times:
+        if watched is not None:
+            parts = []
+            with (watch := Stopwatch()).on(watched):
+                completions = self._round_by_round(prompts, params, watch, parts)
+        elif sampling.rounds or sampling.times:
             completions = self._round_by_round(prompts, params)
         else:
             outputs = self._llm.generate([list(prompt) for prompt in prompts], params, use_tqdm=self._bar)
             completions = tuple(completion(output.outputs[0]) for output in outputs)
         seconds = time.perf_counter() - began
-        return Generated(completions=completions, seconds=seconds, counters=difference(before, self._counters()))
+        return Generated(
+            completions=completions,
+            seconds=seconds,
+            counters=difference(before, self._counters()),
+            parts=None if parts is None else tuple(parts),
+        )
 
-    def _round_by_round(self, prompts: Sequence[Sequence[int]], params: Any) -> tuple[Completion, ...]:
-        """As ``LLM.generate``, but step by step: what a request gains in a step is what its round emitted."""
+    def _round_by_round(
+        self,
+        prompts: Sequence[Sequence[int]],
+        params: Any,
+        watch: Stopwatch | None = None,
+        parts: list[tuple[float, float]] | None = None,
+    ) -> tuple[Completion, ...]:
+        """As ``LLM.generate``, but step by step: what a request gains in a step is what its round emitted.
+
+        ``parts`` takes what ``watch`` saw of every step in which no request was at its prompt.
+        """
         from vllm import TokensPrompt
         from vllm.sampling_params import RequestOutputKind
 
@@ -89,8 +112,12 @@ class Worker:
             engine.add_request(f"{began}-{number}", TokensPrompt(prompt_token_ids=list(prompt)), params)
         done = 0
         while engine.has_unfinished_requests():
+            if watch is not None:
+                watch.restart()
             outputs = engine.step()
             seconds = (time.monotonic_ns() - began) / 1e9
+            if watch is not None and parts is not None and all(pieces) and watch.draft:
+                parts.append((watch.draft, watch.verify))
             for output in outputs:
                 number = int(output.request_id.rpartition("-")[2])
                 pieces[number].append(output.outputs[0])
