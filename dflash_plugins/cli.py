@@ -228,6 +228,69 @@ def prove(
 
 
 @app.command()
+def bench(
+    engine: Annotated[str, typer.Option(metavar="E", help="The engine to run.")],
+    target: Annotated[str, typer.Option(metavar="T", help="Folder of the target, or its embedded name.")],
+    draft: Annotated[str, typer.Option(metavar="D", help="Folder of the drafter, or its embedded name.")],
+    k: Annotated[
+        str, typer.Option("--k", metavar="N[,N...]", help="Proposals per round, several to find the best.")
+    ] = "",
+    concurrency: Annotated[str, typer.Option(metavar="C[,C...]", help="Requests at once.")] = "1,2,4,8",
+    prompts: Annotated[
+        str | None, typer.Option(metavar="FILE", help="JSONL or text file, or an embedded set: demo, prove.")
+    ] = None,
+    max_tokens: Annotated[int, typer.Option(metavar="N", help="Tokens to generate per prompt.")] = 128,
+    runs: Annotated[int, typer.Option(metavar="N", help="Measured runs, of which medians are taken.")] = 5,
+    dtype: Annotated[str, typer.Option(help="Of weights and activations in both engines.")] = "bfloat16",
+    seed: Annotated[int, typer.Option(help="Of the engines.")] = 0,
+    settings: Settings = None,
+    as_json: AsJson = False,
+) -> int:
+    """Measure a real engine without and with speculation, in turns, at several loads: speed-up, break-even, best K."""
+    extra = _parse_settings(settings or [])
+    ks, loads = _numbers("--k", k), _numbers("--concurrency", concurrency)
+    from dflash_plugins.bench import run
+    from dflash_plugins.driver import find_driver
+    from dflash_plugins.pairs import resolve
+
+    with quiet_stdout(), _progress() as report:
+        driver = find_driver(engine)
+        result = run(
+            engine,
+            resolve(target, report=report),
+            resolve(draft, report=report),
+            ks=ks,
+            concurrency=loads,
+            prompts=prompts,
+            max_tokens=max_tokens,
+            runs=runs,
+            dtype=dtype,
+            seed=seed,
+            extra=extra,
+            progress=report,
+            driver=driver,
+        )
+    return finish(result, as_json)
+
+
+@app.command("report")
+def report_page(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN.json ...", help="What bench --json printed.")],
+    html: Annotated[Path | None, typer.Option(metavar="FILE", help="A page for people, with the plots in it.")] = None,
+    png: Annotated[Path | None, typer.Option(metavar="FILE", help="The plots alone.")] = None,
+    as_json: AsJson = False,
+) -> int:
+    """Plot results of bench: speed-up over load, acceptance by slot, the time of a round. Default: to report.html."""
+    _require("bench", "matplotlib")
+    from dflash_plugins.page import write
+
+    page = Path("report.html") if html is None and png is None else html
+    with quiet_stdout():
+        written = write(runs, page, png)
+    return finish(written, as_json)
+
+
+@app.command()
 def check(
     engine: Annotated[str, typer.Option(metavar="E", help="The engine it is planned for: vllm or sglang.")],
     target: Annotated[
@@ -266,6 +329,9 @@ def serve(
     draft: Annotated[str, typer.Option(metavar="D", help="Folder of the drafter, or its embedded name.")],
     port: Annotated[int | None, typer.Option(min=1, max=65535, metavar="P", help="Where it listens.")] = None,
     k: K = None,
+    probe: Annotated[
+        bool, typer.Option("--probe", help="Stay beside the server, and warn where what it drafts is not accepted.")
+    ] = False,
     as_json: AsJson = False,
     flags: Annotated[
         list[str] | None, typer.Argument(metavar="-- ENGINE FLAGS", help="Go to the engine's server as they are.")
@@ -277,8 +343,10 @@ def serve(
     """
     from dflash_plugins.driver import find_driver
     from dflash_plugins.pairs import resolve
-    from dflash_plugins.serve import plan, replace_process
+    from dflash_plugins.serve import plan, replace_process, stay_beside
 
+    if probe:
+        _require("bench", "prometheus_client", "requests")
     with quiet_stdout(), _progress() as report:
         find_driver(engine)
         folder, drafter = resolve(target, report=report), resolve(draft, report=report)
@@ -287,8 +355,11 @@ def serve(
     code = finish(found, as_json, stderr=True)
     if as_json:
         os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
-    if code == DONE:
-        replace_process(found.launch)
+    if code != DONE:
+        return code
+    if probe:
+        return stay_beside(found)
+    replace_process(found.launch)
     return code
 
 
@@ -410,6 +481,16 @@ def _parse_settings(settings: Sequence[str]) -> dict[str, Any]:
     if faults:
         raise BadInput(f"--set takes KEY=VALUE, each key once; not so: {', '.join(faults)}")
     return parsed
+
+
+def _numbers(option: str, text: str) -> tuple[int, ...]:
+    """``1,2,4`` as numbers; none of an empty text."""
+    from dflash_plugins.errors import BadInput
+
+    parts = [part.strip() for part in text.split(",")] if text.strip() else []
+    if not all(part.isdecimal() for part in parts):
+        raise BadInput(f"{option} {text}: expected numbers with commas between them")
+    return tuple(map(int, parts))
 
 
 if __name__ == "__main__":

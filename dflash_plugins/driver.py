@@ -69,7 +69,7 @@ class Sampling(_Record):
     """How to continue a prompt.
 
     ``logits`` asks for the raw logits of that many best tokens at every position, ``rounds`` for what every round
-    emitted.
+    emitted, ``times`` for when tokens came, which an engine that cannot say leaves out.
     """
 
     temperature: float = Field(default=0.0, ge=0)
@@ -80,6 +80,7 @@ class Sampling(_Record):
     seed: int | None = None
     logits: int | None = Field(default=None, gt=0)
     rounds: bool = False
+    times: bool = False
 
 
 class Hello(_Record):
@@ -98,6 +99,7 @@ class Completion(_Record):
 
     ``logits`` holds, when asked for, the best (id, raw logit) pairs per position, best first; ``emitted`` the number of
     tokens of every round. The first token comes of the prompt, before any round; the last round may have been cut.
+    ``arrivals`` holds the seconds from the batch's start to the first token and to the end of every round after it.
     """
 
     ids: tuple[int, ...]
@@ -105,6 +107,7 @@ class Completion(_Record):
     finish_reason: str | None
     logits: tuple[tuple[tuple[int, float], ...], ...] | None = None
     emitted: tuple[int, ...] | None = None
+    arrivals: tuple[float, ...] | None = None
 
 
 class Counters(_Record):
@@ -139,11 +142,16 @@ class Counters(_Record):
 
 
 class Generated(_Record):
-    """Answer to one ``generate``: a completion per prompt, wall seconds in the engine, and what speculation did."""
+    """Answer to one ``generate``: a completion per prompt, wall seconds in the engine, and what speculation did.
+
+    ``parts`` holds, where times were asked for and the engine can be timed inside, the seconds that drafter and target
+    took in every step that was a round of all its requests.
+    """
 
     completions: tuple[Completion, ...]
     seconds: float
     counters: Counters
+    parts: tuple[tuple[float, float], ...] | None = None
 
     @property
     def tokens(self) -> int:

@@ -120,7 +120,9 @@ class CheckReport(_Frozen):
 
 
 class ServeReport(CheckReport):
-    """The same before a server starts: in full, one finding per line, the command line last."""
+    """The same before a server starts: in full, one finding per line, the command line last; ``k``: as served."""
+
+    k: int | None = None
 
     def render(self, console: Console) -> None:
         """Errors and warnings, one per line, then the command line."""

@@ -43,7 +43,7 @@ def plan(
     disagrees with ``k``.
     """
     facts = engine_facts(engine)
-    given = dict(_flags(flags))
+    given = dict(flags_of(flags))
     server = _server(facts)
     _refuse_decided(facts, server, given, port)
     own = [] if port is None else ["--port", str(port)]
@@ -56,7 +56,7 @@ def plan(
     k, fields = _report(facts, pair, k, settings, launch_of(facts, None, settings))
     said = facts.engine == "sglang" and _k_of(facts, settings) is not None
     command = [sys.executable, "-m", server.module, *server.arguments, *_pair_flags(facts, pair, None if said else k)]
-    return ServeReport(**fields, launch=() if fields["verdict"] == "refused" else (*command, *own, *flags))
+    return ServeReport(**fields, k=k, launch=() if fields["verdict"] == "refused" else (*command, *own, *flags))
 
 
 def check(
@@ -220,6 +220,23 @@ def replace_process(launch: Sequence[str]) -> None:
     os.execv(launch[0], list(launch))  # noqa: S606 - the command line is ours
 
 
+def stay_beside(report: ServeReport, floor: float | None = None) -> int:
+    """Run the planned server as a child, probe it once ready, and return its exit code (``parent.run_beside``)."""
+    from dflash_plugins.parent import run_beside
+    from dflash_plugins.probe import probing
+
+    sys.stdout.flush()
+    sys.stderr.flush()
+    return run_beside(report.launch, probing(report, dict(flags_of(report.launch)), _say, floor))
+
+
+def _say(text: str, warning: bool) -> None:
+    """As one piece: the server's own lines come from other processes."""
+    rule = "!" * 100
+    loud = f"\n{rule}\nWARNING of dflash-plugins serve --probe: {text}\n{rule}\n"
+    print(loud if warning else f"dflash-plugins serve --probe: {text}", file=sys.stderr, flush=True)
+
+
 def installed_version(facts: EngineFacts) -> str | None:
     """Of the engine in this environment, under whichever name its distribution goes."""
     return next(filter(None, map(_version_of, facts.distributions)), None)
@@ -236,7 +253,7 @@ def _server(facts: EngineFacts) -> Server:
     return next(one for one in facts.servers if one.needs is None or _version_of(one.needs))
 
 
-def _flags(arguments: Sequence[str]) -> Iterator[tuple[str, str | None]]:
+def flags_of(arguments: Sequence[str]) -> Iterator[tuple[str, str | None]]:
     """(name with underscores, value) of ``--name value``, ``--name=value`` and ``--name``."""
     for one, following in zip_longest(arguments, arguments[1:], fillvalue="--"):
         name, separator, value = one.lstrip("-").partition("=")

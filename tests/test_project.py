@@ -27,8 +27,8 @@ MACHINE_PATHS = re.compile(
 WITHOUT_TORCH = (
     *("check", "serve", "hub", "rules", "pair", "served", "memory", "settings", "report", "headers", "engines.limits"),
     *("errors", "findings", "config", "stopping", "alignment", "cycle", "engines", "driver", "prove", "demo", "cli"),
-    *("matrix", "matrix.run", "matrix.table", "matrix.cell", "cli_matrix"),
-    *("pairs", "pairs.fetch", "pairs.prompts", "pairs.catalogue", "pairs.gguf_llama"),
+    *("matrix", "matrix.run", "matrix.table", "matrix.cell", "cli_matrix", "probe", "parent", "suspects", "bench"),
+    *("bench_report", "page", "pairs", "pairs.fetch", "pairs.prompts", "pairs.catalogue", "pairs.gguf_llama"),
 )
 
 

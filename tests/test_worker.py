@@ -2,6 +2,8 @@
 
 import os
 import sys
+import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,6 +12,8 @@ from safetensors.torch import save_file
 from dflash_plugins.driver import Counters, EngineConfig, EngineError, Sampling, WorkerProcess
 from dflash_plugins.worker import describe, encode_messages
 from sglang_ext.worker import Head, counters_of, engine_arguments, sampling_parameters
+from vllm_ext.stopwatch import Stopwatch, runner_of
+from vllm_ext.worker import joined
 
 TOY = """
 import multiprocessing, subprocess, sys
@@ -107,6 +111,59 @@ def test_counters_of_sglang_are_those_of_the_core():
     assert counters_of(meta, 4) == expected
     assert counters_of({}, 4) == Counters()
     assert counters_of({}, None) == Counters()
+
+
+def test_steps_of_vllm_are_rounds_with_their_times_but_for_those_that_gained_nothing():
+    pieces = [
+        SimpleNamespace(token_ids=ids, text=str(len(ids)), finish_reason=None) for ids in ([], [5], [6, 7], [], [8])
+    ]
+    found = joined(pieces, [0.1, 0.2, 0.3, 0.4, 0.5])
+    assert (found.ids, found.emitted, found.arrivals) == ((5, 6, 7, 8), (2, 1), (0.2, 0.3, 0.5))
+
+
+class Model(torch.nn.Module):
+    def compute_logits(self, hidden):
+        return hidden + 1
+
+
+class Runner:
+    def __init__(self):
+        self.model = Model()
+
+    def _model_forward(self, x):
+        return self.model.compute_logits(x)
+
+    def propose_draft_token_ids(self, x):
+        time.sleep(0.01)
+        return -x
+
+
+def test_a_watched_runner_does_the_same_and_is_left_as_it_was():
+    runner, watch = Runner(), Stopwatch()
+    with watch.on(runner):
+        assert (runner._model_forward(3), runner.propose_draft_token_ids(2)) == (4, -2)
+        assert watch.draft >= 0.01
+        assert watch.verify > 0
+        watch.restart()
+        assert (watch.draft, watch.verify) == (0, 0)
+    assert list(vars(runner)) == ["model"]
+    assert "compute_logits" not in vars(runner.model)
+    runner.propose_draft_token_ids(2)
+    assert watch.draft == 0
+
+
+def test_only_a_v1_runner_on_a_cpu_is_watched():
+    runner, llm = Runner(), SimpleNamespace()
+    inner = llm
+    for name in ("llm_engine", "engine_core", "engine_core", "model_executor", "driver_worker", "worker"):
+        setattr(inner, name, SimpleNamespace())
+        inner = getattr(inner, name)
+    inner.model_runner = runner
+    assert runner_of(llm, on_cpu=True) is runner
+    assert runner_of(llm, on_cpu=False) is None
+    inner.model_runner = SimpleNamespace(model=Model())  # V2
+    assert runner_of(llm, on_cpu=True) is None
+    assert runner_of(SimpleNamespace(), on_cpu=True) is None
 
 
 def test_arguments_of_sglang():

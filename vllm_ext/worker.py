@@ -11,6 +11,7 @@ from typing import Any
 
 from dflash_plugins.driver import Completion, Counters, EngineConfig, Generated, Hello, Sampling
 from dflash_plugins.worker import Channel, difference, encode_messages, run
+from vllm_ext.stopwatch import Stopwatch, runner_of
 
 COUNTERS = {
     "vllm:spec_decode_num_drafts": "rounds",
@@ -44,9 +45,11 @@ class Worker:
 
     def __init__(self, config: EngineConfig, channel: Channel) -> None:
         from vllm import LLM
+        from vllm.platforms import current_platform
 
         self._channel = channel
         self._llm = LLM(**engine_arguments(config))
+        self._on_cpu = current_platform.is_cpu()
         self._tokenizer = None if config.extra.get("skip_tokenizer_init") else self._llm.get_tokenizer()
 
     def hello(self) -> Hello:
@@ -61,38 +64,67 @@ class Worker:
         from vllm import SamplingParams
 
         params = SamplingParams(
-            **sampling.model_dump(exclude={"logits", "rounds"}),
+            **sampling.model_dump(exclude={"logits", "rounds", "times"}),
             logprobs=sampling.logits,
             detokenize=self._tokenizer is not None,
         )
         before = self._counters()
+        parts: list[tuple[float, float]] | None = None
+        watched = runner_of(self._llm, on_cpu=self._on_cpu) if sampling.times else None
         began = time.perf_counter()
-        if sampling.rounds:
+        if watched is not None:
+            parts = []
+            with (watch := Stopwatch()).on(watched):
+                completions = self._round_by_round(prompts, params, watch, parts)
+        elif sampling.rounds or sampling.times:
             completions = self._round_by_round(prompts, params)
         else:
             outputs = self._llm.generate([list(prompt) for prompt in prompts], params, use_tqdm=self._bar)
             completions = tuple(completion(output.outputs[0]) for output in outputs)
         seconds = time.perf_counter() - began
-        return Generated(completions=completions, seconds=seconds, counters=difference(before, self._counters()))
+        return Generated(
+            completions=completions,
+            seconds=seconds,
+            counters=difference(before, self._counters()),
+            parts=None if parts is None else tuple(parts),
+        )
 
-    def _round_by_round(self, prompts: Sequence[Sequence[int]], params: Any) -> tuple[Completion, ...]:
-        """As ``LLM.generate``, but step by step: what a request gains in a step is what its round emitted."""
+    def _round_by_round(
+        self,
+        prompts: Sequence[Sequence[int]],
+        params: Any,
+        watch: Stopwatch | None = None,
+        parts: list[tuple[float, float]] | None = None,
+    ) -> tuple[Completion, ...]:
+        """As ``LLM.generate``, but step by step: what a request gains in a step is what its round emitted.
+
+        ``parts`` takes what ``watch`` saw of every step in which no request was at its prompt.
+        """
         from vllm import TokensPrompt
         from vllm.sampling_params import RequestOutputKind
 
         params.output_kind = RequestOutputKind.DELTA
         engine = self._llm.llm_engine
         pieces: list[list[Any]] = [[] for _ in prompts]
+        arrivals: list[list[float]] = [[] for _ in prompts]
         began = time.monotonic_ns()
         for number, prompt in enumerate(prompts):
             engine.add_request(f"{began}-{number}", TokensPrompt(prompt_token_ids=list(prompt)), params)
         done = 0
         while engine.has_unfinished_requests():
-            for output in engine.step():
-                pieces[int(output.request_id.rpartition("-")[2])].append(output.outputs[0])
+            if watch is not None:
+                watch.restart()
+            outputs = engine.step()
+            seconds = (time.monotonic_ns() - began) / 1e9
+            if watch is not None and parts is not None and all(pieces) and watch.draft:
+                parts.append((watch.draft, watch.verify))
+            for output in outputs:
+                number = int(output.request_id.rpartition("-")[2])
+                pieces[number].append(output.outputs[0])
+                arrivals[number].append(seconds)
                 done += output.finished
             self._channel.send({"progress": [done, len(prompts)]})
-        return tuple(joined(parts) for parts in pieces)
+        return tuple(joined(parts, times) for parts, times in zip(pieces, arrivals, strict=True))
 
     def _bar(self, iterable: Any = None, *, total: int = 0, **_: Any) -> Any:
         # vLLM wraps the adding of requests in a bar of its own; that takes no time worth telling.
@@ -166,14 +198,16 @@ def completion(sample: Any) -> Completion:
     return Completion(ids=tuple(sample.token_ids), text=sample.text, finish_reason=sample.finish_reason, logits=logits)
 
 
-def joined(pieces: Sequence[Any]) -> Completion:
+def joined(pieces: Sequence[Any], arrivals: Sequence[float]) -> Completion:
     """What a request gained step by step as one record; a step in which it gained nothing was none of its rounds."""
     gained = [piece for piece in pieces if piece.token_ids]
+    times = tuple(seconds for piece, seconds in zip(pieces, arrivals, strict=True) if piece.token_ids)
     return Completion(
         ids=tuple(token for piece in gained for token in piece.token_ids),
         text="".join(piece.text for piece in pieces),
         finish_reason=pieces[-1].finish_reason,
         emitted=tuple(len(piece.token_ids) for piece in gained[1:]),
+        arrivals=times,
     )
 
 
