@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import BaseModel, ConfigDict
 
 from dflash_plugins.driver import Counters
-from dflash_plugins.matrix import MatrixRow
+from dflash_plugins.matrix.standing import floor as least_floor
 from dflash_plugins.suspects import suspects
 
 if TYPE_CHECKING:
     from requests import Session
 
-    from dflash_plugins.report import ServeReport
+    from dflash_plugins.report import MatrixSummary, ServeReport
 
 # Of several kinds, since a drafter may be good at one of them.
 PROMPTS = (
@@ -104,10 +104,9 @@ def address_of(engine: str, given: Mapping[str, Any]) -> Address:
     return Address(f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}", port, host, key)
 
 
-def floor_of(rows: Iterable[MatrixRow], k: int | None) -> float | None:
-    """Least emitted per round by the rows of a pair served with ``k`` proposals; None where no row says one."""
-    floors = [getattr(row, "floor", None) for row in rows if row.k == k]
-    return min((floor for floor in floors if floor is not None), default=None)
+def floor_of(matrix: MatrixSummary, k: int | None) -> float | None:
+    """Least acceptance floor of a tested pair's rows that were run with ``k`` proposals; None where there are none."""
+    return least_floor(row for row in matrix.rows if row.launch.k == k) if matrix.status == "tested" else None
 
 
 def judge(counters: Counters, floor: float | None) -> ProbeResult:
@@ -130,7 +129,7 @@ def probing(
     ``floor`` overrides that of the report's matrix rows.
     """
     engine = report.engine.name
-    floor = floor_of(report.matrix.rows, report.k) if floor is None else floor
+    floor = floor_of(report.matrix, report.k) if floor is None else floor
     try:
         address = address_of(engine, given)
         if address.taken():

@@ -12,9 +12,9 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
+from matrix_rows import results, row
 
 from dflash_plugins import probe, serve
 from dflash_plugins.driver import Counters
@@ -224,11 +224,14 @@ def test_verdicts():
     assert verdict(10, 5, 1.51) == "below floor"
 
 
-def test_the_floor_is_the_least_of_the_rows_of_this_k():
-    rows = [SimpleNamespace(k=k, floor=floor) for k, floor in ((3, 1.4), (3, 1.2), (3, None), (7, 1.1))]
-    assert probe.floor_of(rows, 3) == 1.2
-    assert probe.floor_of([SimpleNamespace(k=3)], 3) is None
-    assert probe.floor_of(rows, None) is None
+def test_the_floor_is_the_least_of_the_rows_of_a_tested_pair_with_this_k():
+    rows = tuple(
+        row(f"r{n}", launch__k=k, results=results(emitted))
+        for n, (k, emitted) in enumerate(((3, 2.0), (3, 1.5), (7, 1.2)))
+    )
+    assert probe.floor_of(MatrixSummary(status="tested", rows=rows), 3) == 1.35
+    assert probe.floor_of(MatrixSummary(status="tested", rows=rows), 5) is None
+    assert probe.floor_of(MatrixSummary(status="untested", rows=rows), 3) is None  # of another revision
 
 
 def test_suspects_begin_with_what_was_found_worst_first():
