@@ -26,6 +26,8 @@ from dflash_plugins.matrix.rows import MatrixRow, RowEngine
 GREEDY, SAMPLED = "vllm-0.31.0-v1-dflash-greedy", "vllm-0.31.0-v1-dflash-sampled"
 PLACES = ("vllm-0.31.0-v1", "vllm-0.31.0-v2", "vllm-0.32.0-v1", "sglang-0.5.21", "sglang-0.5.23")
 
+SPEED = {"dtype": "bfloat16", "k": 3, "runs": 3, "prompts": 9, "max_tokens": 64, "by_concurrency": {8: 0.9, 1: 1.33}}
+
 # -- the plan
 
 
@@ -108,8 +110,7 @@ def measured(pair, tmp_path, monkeypatch):
 
 
 def test_a_cell_becomes_a_row(measured):
-    bench = [types.SimpleNamespace(concurrency=1, speedup=1.2345), types.SimpleNamespace(concurrency=8, speedup=0.9)]
-    made = measured(FakeDriver(flags={}), bench=lambda *_: bench)
+    made = measured(FakeDriver(flags={}))
     assert (made.id, made.result, made.reason, made.evidence) == (GREEDY, "passed", None, "cpu")
     assert (made.target.name, made.draft.name) == ("tiny", "tiny-dflash")
     assert made.draft.revision.startswith("weights-")
@@ -118,7 +119,8 @@ def test_a_cell_becomes_a_row(measured):
     assert (found.prompts.name, found.prompts.count, found.prompts.thinking) == ("few", 4, False)
     assert (found.proof.tokens, found.sampling) == (4 * 128, None)
     assert (found.emitted_per_round, found.acceptance_floor) == (2.0, 1.8)
-    assert found.speedup == {1: 1.234, 8: 0.9} or found.speedup == {1: 1.235, 8: 0.9}
+    speed = found.speedup
+    assert (speed.dtype, speed.k, speed.runs, sorted(speed.by_concurrency)) == ("bfloat16", 3, 3, [1, 4])
     assert MatrixRow.model_validate_json(made.model_dump_json()) == made
 
 
@@ -166,6 +168,9 @@ def test_an_older_failure_does_not_keep_a_cell_from_being_run_again(measured, mo
 def test_a_process_answers_with_a_row_or_a_reason():
     assert cells.answered([GREEDY], lambda planned: row(GREEDY))[0]["row"]["id"] == GREEDY
     assert cells.answered(["nope"], lambda planned: row())[1] == 2
+    asked = []
+    cells.answered([GREEDY, "--proof-only"], lambda planned: asked.append(planned.speed) or row(GREEDY))
+    assert asked == [None]
 
     def missing(planned):
         raise EngineMissing("not here")
@@ -262,6 +267,8 @@ def test_a_cell_runs_in_its_environment(files, monkeypatch):
     )
     made = run.in_environment(find_cell(GREEDY))
     assert made.command == f"vllm -- python -m dflash_plugins.matrix.cell {GREEDY}False"
+    made = run.in_environment(find_cell(GREEDY).without_speed())
+    assert made.command.endswith(f"{GREEDY} --proof-onlyFalse")
 
 
 @pytest.mark.parametrize(
@@ -323,13 +330,13 @@ def test_show_lists_rows_and_cells_without_one(monkeypatch, capsys):
 def test_the_table_for_every_kind_of_row():
     test = {"p": 0.25, "alpha": 0.001, "samples": 2000, "smallest_detectable_tv": 0.12}
     kinds = [
-        row("a", results=results() | {"speedup": {8: 0.9, 1: 1.33}}, engine__stubs=["triton"], draft__name="x|y"),
+        row("a", results=results() | {"speedup": SPEED}, engine__stubs=["triton"], draft__name="x|y"),
         row("b", results=results() | {"sampling": test}, launch__decoding="sampled"),
         row("c", result="failed", results=None),
     ]
     text = table.markdown(kinds)
     assert [line.count(" | ") for line in text.replace("\\|", "").splitlines()] == [12] * 5
-    assert "1.33 x at 1, 0.90 x at 8" in text
+    assert "1.33 x at 1, 0.90 x at 8 (K = 3, bfloat16)" in text
     assert "met, stand-ins" in text
     assert "same law (p = 0.25, TV from 0.12 would show)" in text
     assert "FAILED" in text

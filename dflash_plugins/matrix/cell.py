@@ -1,4 +1,4 @@
-"""One cell, run where its engine is installed: ``check``, ``prove``, ``bench`` where there is one, and the row of them.
+"""One cell, run where its engine is: ``check``, ``prove``, ``bench`` where the plan asks for it, and the row of them.
 
 ``python -m dflash_plugins.matrix.cell ID`` prints ``{"row": ...}``, or ``{"aborted": REASON}`` and exits 2 where
 nothing was learnt about the pair. ``matrix.run`` starts it in the environment of the cell.
@@ -12,11 +12,12 @@ import hashlib
 import json
 import os
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-from dflash_plugins import prove, serve
+from dflash_plugins import bench, prove, serve
+from dflash_plugins.bench_report import BenchReport
 from dflash_plugins.config import DraftConfig, read_draft_config, read_target_config
 from dflash_plugins.config_places import config_file, read_json
 from dflash_plugins.driver import EngineDriver, EngineError, Progress
@@ -25,7 +26,7 @@ from dflash_plugins.errors import DFlashPluginsError, Refused
 from dflash_plugins.findings import Severity, errors
 from dflash_plugins.hub import Model, locate
 from dflash_plugins.matrix.installed import hardware, installed_engine, without_paths
-from dflash_plugins.matrix.plan import Cell, find_cell
+from dflash_plugins.matrix.plan import PROOF_ONLY, Cell, find_cell
 from dflash_plugins.matrix.rows import (
     MatrixRow,
     RowLaunch,
@@ -34,6 +35,7 @@ from dflash_plugins.matrix.rows import (
     RowProof,
     RowResults,
     RowSampling,
+    RowSpeed,
     acceptance_floor,
 )
 from dflash_plugins.pairs import TARGETS, load_prompts
@@ -44,19 +46,6 @@ _LONGEST_REASON = 300
 _READ = 1 << 20
 
 
-class SpeedRow(Protocol):
-    """What a row takes of one concurrency of ``bench``."""
-
-    @property
-    def concurrency(self) -> int: ...
-    @property
-    def speedup(self) -> float: ...
-
-
-Bench = Callable[[Cell, Model, Model], Iterable[SpeedRow]]
-"""Measures a cell's speed-up by concurrency."""
-
-
 def measure(
     cell: Cell,
     target: Model,
@@ -64,7 +53,6 @@ def measure(
     *,
     prompts: str | Path | None = None,
     driver: EngineDriver | None = None,
-    bench: Bench | None = None,
     progress: Progress | None = None,
 ) -> MatrixRow:
     """Run a cell and write its row down; ``prompts`` stand in for those of the plan.
@@ -81,9 +69,10 @@ def measure(
         report = prove.run(cell.place.engine, target.folder, draft.folder, **given, **options)
     except (EngineError, Refused) as error:
         return row.failed(str(error))
-    speed = (
-        {} if bench is None or not report.lossless else {r.concurrency: r.speedup for r in bench(cell, target, draft)}
-    )
+    speed = None
+    if cell.speed is not None and report.lossless:
+        asked = cell.speed.model_dump(exclude={"k"}) | {"progress": progress, "driver": driver}
+        speed = speed_of(bench.run(cell.place.engine, target.folder, draft.folder, ks=(cell.speed.k,), **asked))
     used = prompts or cell.how.prompts or ("demo" if cell.decoding == "sampled" else "prove")
     results = results_of(report, prompt_set(used, report.prompts), speed)
     return row.passed(report, results) if report.lossless else row.failed(why_lossy(report), report, results)
@@ -224,7 +213,7 @@ def prompt_set(name: str | Path, count: int) -> RowPrompts:
     return RowPrompts(name=Path(name).stem, count=count, sha256=digest)
 
 
-def results_of(report: prove.ProveReport, prompts: RowPrompts, speedup: Mapping[int, float]) -> RowResults:
+def results_of(report: prove.ProveReport, prompts: RowPrompts, speedup: RowSpeed | None) -> RowResults:
     """The figures of a proof, rounded to what they mean."""
     verdicts = [one.verdict for one in report.differences]
     test = report.test
@@ -248,7 +237,19 @@ def results_of(report: prove.ProveReport, prompts: RowPrompts, speedup: Mapping[
         emitted_per_round=round(report.emitted_per_round, 4),
         accepted_by_slot=tuple(round(rate, 4) for rate in report.accepted_by_slot),
         acceptance_floor=acceptance_floor(report.emitted_per_round),
-        speedup={concurrency: round(ratio, 3) for concurrency, ratio in speedup.items()},
+        speedup=speedup,
+    )
+
+
+def speed_of(report: BenchReport) -> RowSpeed:
+    """The speed-ups of a ``bench`` of one K."""
+    return RowSpeed(
+        dtype=report.dtype,
+        k=report.rows[0].k,
+        runs=report.runs,
+        prompts=report.prompts,
+        max_tokens=report.max_tokens,
+        by_concurrency={at: round(ratio, 3) for at, ratio in report.speedup_by_concurrency().items()},
     )
 
 
@@ -273,8 +274,9 @@ def main(arguments: Sequence[str], measured: Callable[[Cell], MatrixRow] | None 
 def answered(arguments: Sequence[str], measured: Callable[[Cell], MatrixRow]) -> tuple[dict[str, Any], int]:
     """The document of a cell's process and its exit code."""
     try:
-        (identity,) = arguments
-        return {"row": measured(find_cell(identity)).model_dump(mode="json")}, 0
+        (identity,) = (one for one in arguments if one != PROOF_ONLY)
+        cell = find_cell(identity).without_speed() if PROOF_ONLY in arguments else find_cell(identity)
+        return {"row": measured(cell).model_dump(mode="json")}, 0
     except (DFlashPluginsError, ValueError) as error:
         return {"aborted": without_paths(str(error))}, 2
 

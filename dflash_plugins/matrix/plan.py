@@ -14,6 +14,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from dflash_plugins.errors import BadInput
 from dflash_plugins.matrix.rows import Decoding, Evidence
 
+PROOF_ONLY = "--proof-only"
+"""Asks a cell's process to leave ``bench`` out."""
+
 
 class _Record(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -40,11 +43,22 @@ class How(_Record):
         return plain + [word for key, value in self.extra.items() for word in ("--set", f"{key}={value}")]
 
 
+class Speed(_Record):
+    """Arguments of ``bench.run``, which measures a greedy cell after its proof."""
+
+    k: int = Field(gt=0)
+    concurrency: tuple[int, ...] = Field(min_length=1)
+    max_tokens: int = Field(gt=0)
+    runs: int = Field(gt=0)
+    dtype: str
+
+
 class Pair(_Record):
     """What is run: names for ``prove``, or None where a script brings it, and how for each decoding."""
 
     target: str | None = None
     draft: str | None = None
+    speed: Speed | None = None
     greedy: How
     sampled: How
 
@@ -85,6 +99,15 @@ class Cell(_Record):
         """The arguments of its proof."""
         return self.pair.greedy if self.decoding == "greedy" else self.pair.sampled
 
+    @property
+    def speed(self) -> Speed | None:
+        """What ``bench`` is asked for, if anything."""
+        return self.pair.speed if self.decoding == "greedy" else None
+
+    def without_speed(self) -> Cell:
+        """The same cell, proven only."""
+        return self.model_copy(update={"pair": self.pair.model_copy(update={"speed": None})})
+
     def model(self, kind: Literal["target", "draft"]) -> str:
         """The name of its target or drafter; ``BadInput`` where a script has to bring it."""
         name = self.pair.target if kind == "target" else self.pair.draft
@@ -95,7 +118,8 @@ class Cell(_Record):
     def program(self) -> list[str]:
         """What runs the cell inside its environment, from the root of a checkout."""
         inside = ["-m", "dflash_plugins.matrix.cell"] if self.place.script is None else [self.place.script]
-        return ["python", *inside, self.id]
+        skipped = [PROOF_ONLY] if self.pair.speed is None else []
+        return ["python", *inside, self.id, *skipped]
 
     def command(self) -> str:
         """What a user types in a checkout to repeat its proof: ``prove`` itself where that reaches the runner."""

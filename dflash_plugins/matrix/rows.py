@@ -113,8 +113,19 @@ class RowSampling(_Part):
     smallest_detectable_tv: float = Field(ge=0)
 
 
+class RowSpeed(_Part):
+    """What ``bench`` measured beside plain decoding: medians of runs, by requests at once, in its own dtype and K."""
+
+    dtype: Text
+    k: int = Field(gt=0)
+    runs: int = Field(gt=0)
+    prompts: int = Field(gt=0)
+    max_tokens: int = Field(gt=0)
+    by_concurrency: Annotated[Mapping[int, float], Field(min_length=1)]
+
+
 class RowResults(_Part):
-    """What was measured. ``speedup`` by concurrency is empty where no ``bench`` was run."""
+    """What was measured. ``speedup`` is None where no ``bench`` was run."""
 
     prompts: RowPrompts
     proof: RowProof
@@ -122,7 +133,7 @@ class RowResults(_Part):
     emitted_per_round: float = Field(ge=1)
     accepted_by_slot: tuple[float, ...]
     acceptance_floor: float = Field(ge=1)
-    speedup: Mapping[int, float] = {}
+    speedup: RowSpeed | None = None
 
 
 class MatrixRow(_Part):

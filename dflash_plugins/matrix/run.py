@@ -99,7 +99,7 @@ def run_cells(
         if compare and recorded is None:
             raise BadInput(f"{cell.id} has no row yet to compare with: run it without --compare first")
         try:
-            row = (runner or in_environment)(cell)
+            row = (runner or in_environment)(cell.without_speed() if compare else cell)
         except Aborted as error:
             runs.append(RowRun(id=cell.id, state="aborted", faults=(str(error),)))
             continue

@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict
 from dflash_plugins.errors import BadInput
 from dflash_plugins.matrix.book import replace_text
 from dflash_plugins.matrix.plan import Cell
-from dflash_plugins.matrix.rows import MatrixRow, schema_text
+from dflash_plugins.matrix.rows import MatrixRow, RowSpeed, schema_text
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -105,7 +105,7 @@ def line(row: MatrixRow) -> tuple[str, ...]:
     results, launch, engine = row.results, row.launch, row.engine
     pins = engine.pins + (", stand-ins" if engine.stubs else "")
     method = launch.method + (f" ({launch.mode})" if launch.mode else "")
-    speed = {} if results is None else results.speedup
+    speed = None if results is None else results.speedup
     return (
         f"{engine.name} {engine.version}",
         engine.runner or "",
@@ -117,10 +117,16 @@ def line(row: MatrixRow) -> tuple[str, ...]:
         verdict(row),
         "" if results is None else f"{results.emitted_per_round:.2f}",
         "" if results is None else f"{results.acceptance_floor:.2f}",
-        ", ".join(f"{ratio:.2f} x at {concurrency}" for concurrency, ratio in sorted(speed.items())),
+        "" if speed is None else speed_words(speed),
         row.evidence,
         row.date.isoformat(),
     )
+
+
+def speed_words(speed: RowSpeed) -> str:
+    """Speed-ups by requests at once, and what they were measured with."""
+    ratios = ", ".join(f"{ratio:.2f} x at {at}" for at, ratio in sorted(speed.by_concurrency.items()))
+    return f"{ratios} (K = {speed.k}, {speed.dtype})"
 
 
 def verdict(row: MatrixRow) -> str:
