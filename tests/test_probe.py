@@ -155,7 +155,10 @@ def parent(tmp_path, repository):
         log = tmp_path / "signals"
         argv = report({"log": str(log)} | settings).launch
         environment = os.environ | {"PYTHONPATH": str(repository)}
-        process = subprocess.Popen([*before, sys.executable, "-c", RUN, *argv], env=environment, start_new_session=True)
+        process = subprocess.Popen(
+            [*before, sys.executable, "-c", RUN, *argv], env=environment, start_new_session=True,
+            preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),  # these tests may run under nohup
+        )  # fmt: skip
         processes.append(process)
         assert until(lambda: log.exists() and log.read_text())
         return process, int(log.read_text()), log

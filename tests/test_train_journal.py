@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
+from dflash_plugins.errors import BadInput
 from dflash_plugins.train.evaluate import HeldOut
 from dflash_plugins.train.journal import LOG_FILE, Journal
 from dflash_plugins.train.trainer import Progress
@@ -41,3 +44,11 @@ def test_a_run_that_goes_on_forgets_what_was_written_of_steps_it_takes_again(tmp
     Journal(tmp_path, 20).add(step(30, 2.0, accuracy=(0.75,)))
     lines = [json.loads(line) for line in (tmp_path / LOG_FILE).read_text().splitlines()]
     assert [(line["step"], line["loss"]) for line in lines] == [(10, 1.0), (20, 1.0), (30, 2.0)]
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="a device that is always full is Linux's")
+def test_a_full_disk_is_said_by_the_name_of_the_file(tmp_path: Path) -> None:
+    journal = Journal(tmp_path, 0)
+    (tmp_path / LOG_FILE).symlink_to("/dev/full")
+    with pytest.raises(BadInput, match=rf"{LOG_FILE} takes no more lines: .*No space left"):
+        journal.add(step(1, 4.0, accuracy=(0.5,)))

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from dflash_plugins.errors import BadInput
 from dflash_plugins.train.store import whole_file
 from dflash_plugins.train.trainer import Progress
 
@@ -21,6 +22,7 @@ class Journal:
 
     Lines are objects with ``step``, ``loss`` (mean of the last steps), ``blocks_per_second``, ``k``, ``accuracy`` by
     slot, and where they were walked ``held_out`` rounds with ``k``, ``emitted_per_round`` and ``accepted_by_slot``.
+    ``BadInput`` where the file cannot be written.
     """
 
     folder: Path
@@ -61,9 +63,15 @@ class Journal:
             line["held_out"] = {
                 "k": len(slots), "emitted_per_round": found.emitted_per_round, "accepted_by_slot": slots,
             }  # fmt: skip
-        self.folder.mkdir(parents=True, exist_ok=True)
-        with (self.folder / LOG_FILE).open("a", encoding="utf-8") as file:
-            file.write(json.dumps(line) + "\n")
+        path = self.folder / LOG_FILE
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            with path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(line) + "\n")
+        except OSError as error:
+            raise BadInput(
+                f"{path} takes no more lines: {error}. Saved steps stay; the same command goes on"
+            ) from error
 
     def _is_past(self, line: str) -> bool:
         """Not of a step to come, and not broken off by a kill."""
