@@ -425,6 +425,7 @@ def train(
     recipe = _parse_settings(settings or [])
     with quiet_stdout(), _progress() as report:
         folder = resolve(target, report=report)
+        os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # read by torch when it is loaded; see docs/training.md
         from dflash_plugins.train.run import run  # loads torch: after everything that can be refused at once
 
         result = run(

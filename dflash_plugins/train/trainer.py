@@ -388,8 +388,10 @@ class Trainer:
         """The target's logits over the rows of the draft's head, from its final hidden states [R, n, S, Ht]."""
         head = self.drafter.lm_head.weight if self.drafter.lm_head is not None else self.drafter.shared_head
         dtype = _DTYPES[self.recipe.precision]
-        logits = nn.functional.linear(final.flatten(0, 1).to(dtype), head.to(dtype))  # type: ignore[union-attr]
-        return keep_best(logits, self.recipe.soft_top_k)
+        blocks = final.flatten(0, 1)
+        # As one matrix: some of a block's slots are no contiguous rows, and a batched product copies the head for each.
+        logits = nn.functional.linear(blocks.flatten(0, 1).to(dtype), head.to(dtype))  # type: ignore[union-attr]
+        return keep_best(logits.unflatten(0, blocks.shape[:2]), self.recipe.soft_top_k)
 
     def _precision(self) -> contextlib.AbstractContextManager[None]:
         return torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.recipe.precision == "bf16")
