@@ -6,9 +6,10 @@
 
 Greedy. ``--batch`` that many prompts are decoded at once, in engines that tell what every round of a request emitted;
 one at a time is needed for tokens per second, and elsewhere. ``NAME@1,3`` serves a drafter's weights in a loop with
-these prefix lengths, ``NAME@`` in one pass. Every drafter is compared with the first one: the ratio of emitted per
-round over all prompts and by set, with a 95 % interval from resampled prompts. What has been measured is in ``--out``,
-a line per prompt; the same command goes on where it stopped. Texts that differ from the first drafter's are counted.
+these prefix lengths, ``NAME@`` in one pass, ``NAME@unselected`` with its selector off (one candidate a slot). Every
+drafter is compared with the first one: the ratio of emitted per round over all prompts and by set, with a 95 % interval
+from resampled prompts. What has been measured is in ``--out``, a line per prompt; the same command goes on where it
+stopped. Texts that differ from the first drafter's are counted.
 """
 
 from __future__ import annotations
@@ -30,15 +31,18 @@ from dflash_plugins.statistics import bootstrap_ratio
 
 
 def served(name: str, workshop: Path) -> Path:
-    """The folder of a drafter as it is, or its weights with other passes."""
-    base, changed, lengths = name.partition("@")
+    """The folder of a drafter as it is, or its weights with other passes or without its selector."""
+    base, changed, how = name.partition("@")
     folder = resolve(base)
     if not changed:
         return folder
     raw = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    raw["architectures"] = ["DLoopDraftModel"]
-    prefixes = [int(length) for length in lengths.split(",") if length]
-    raw["dflash_config"]["dloop"] = {"mode": "refine", "prefix_lengths": prefixes}
+    if how == "unselected":
+        raw["dflash_config"]["selector_top_k"] = 1
+    else:
+        raw["architectures"] = ["DLoopDraftModel"]
+        prefixes = [int(length) for length in how.split(",") if length]
+        raw["dflash_config"]["dloop"] = {"mode": "refine", "prefix_lengths": prefixes}
     out = workshop / name.replace("/", "_")
     out.mkdir()
     (out / "config.json").write_text(json.dumps(raw), encoding="utf-8")
