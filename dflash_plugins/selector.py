@@ -55,16 +55,17 @@ class CandidateSelector(nn.Module):
     """Scores a move from token a to candidate b as U(b) + < A[a] * (W h), B[b] >.
 
     ``predecessor_codebook`` A and ``successor_codebook`` B are [V, rank] over target ids, ``hidden_projection`` W is
-    [rank, H]. Fresh weights score every move 0 more than its own logit.
+    [rank, H]. Fresh weights score every move 0 more than its own logit, and a token that is never met before another in
+    training keeps doing so: its row of A stays zero.
     """
 
     def __init__(self, hidden_size: int, vocab_size: int, selector: SelectorConfig) -> None:
         super().__init__()
         self.top_k = selector.top_k
-        self.predecessor_codebook = nn.Parameter(torch.empty(vocab_size, selector.rank))
-        self.successor_codebook = nn.Parameter(torch.zeros(vocab_size, selector.rank))
+        self.predecessor_codebook = nn.Parameter(torch.zeros(vocab_size, selector.rank))
+        self.successor_codebook = nn.Parameter(torch.empty(vocab_size, selector.rank))
         self.hidden_projection = nn.Linear(hidden_size, selector.rank, bias=False)
-        nn.init.normal_(self.predecessor_codebook, std=1.0)
+        nn.init.normal_(self.successor_codebook, std=1.0)
 
 
 def pair_scores(selector: SelectorTables, hidden: Tensor, previous: Tensor, candidate_ids: Tensor) -> Tensor:

@@ -111,7 +111,7 @@ def test_the_selectors_loss_is_added_to_that_of_the_slots(make: Make) -> None:
     trainer = make(DFLASH2)
     batch = _batch(trainer)
     with torch.no_grad():
-        torch.nn.init.normal_(trainer.drafter.candidate_selector.successor_codebook)
+        torch.nn.init.normal_(trainer.drafter.candidate_selector.predecessor_codebook)
         backbone = BatchBackbone.of(trainer.drafter, batch, 7)
         hidden = backbone.rows(torch.empty(2, 0, dtype=torch.int64))[:, 1:]
         best = trainer.drafter.logits(hidden).topk(4)
@@ -154,11 +154,23 @@ def test_a_short_block_draws_only_prefixes_that_are_served_there(make: Make) -> 
 def test_gradients_reach_convolution_and_selector(make: Make, recipe: dict[str, Any]) -> None:
     trainer = make(recipe)
     before = {name: p.clone() for name, p in trainer.drafter.named_parameters()}
-    for _ in range(2):  # fresh successors are zero, so the other tables only learn in the second step
+    for _ in range(2):  # fresh predecessors are zero, so the other tables only learn in the second step
         trainer._train_step()
         trainer.step += 1
     moved = {name for name, p in trainer.drafter.named_parameters() if not torch.equal(p, before[name])}
     assert moved == before.keys() - {"lm_head.weight"}
+
+
+def test_a_selector_scores_no_move_of_tokens_that_training_never_meets(make: Make) -> None:
+    trainer = make(DFLASH2, draft_vocab_size=16)
+    assert trainer.run()
+    selector = trainer.drafter.candidate_selector
+    assert selector is not None
+    before = {int(row) for row in selector.predecessor_codebook.any(1).nonzero()}
+    after = {int(row) for row in selector.successor_codebook.any(1).nonzero()}
+    assert before
+    assert before <= {int(token) for ref in trainer.train_refs for token in trainer.store.ids(ref)}
+    assert after == set(trainer.vocabulary.tolist())
 
 
 def test_frozen_parameters_do_not_move(make: Make) -> None:
