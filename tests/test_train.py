@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import shlex
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +13,13 @@ import pytest
 import tiny
 import torch
 
+from dflash_plugins.cli import _parse_settings
 from dflash_plugins.errors import BadInput
 from dflash_plugins.train.answers import Answer, build_store, read_answers
 from dflash_plugins.train.batches import every_anchor, make_batch, random_anchors
 from dflash_plugins.train.blocks import BatchBackbone
 from dflash_plugins.train.evaluate import _walk, held_out
+from dflash_plugins.train.export import command_lines
 from dflash_plugins.train.losses import IGNORED, block_loss, keep_best, slot_weights, unexpected
 from dflash_plugins.train.prompts import Prompt, finish_opening, training_prompts
 from dflash_plugins.train.recipe import Recipe, learning_rate
@@ -317,7 +321,33 @@ def test_train_exports_what_it_trained(data: tuple[Path, Path], tmp_path: Path) 
     assert loaded.config.draft_vocab_size == 64
     for name, tensor in trained.state_dict().items():
         assert torch.equal(loaded.state_dict()[name].float(), tensor.to(loaded.state_dict()[name].dtype).float()), name
-    assert f"{report.response_tokens:,}" in (Path(report.path) / "README.md").read_text()
+    card = (Path(report.path) / "README.md").read_text()
+    assert f"{report.response_tokens:,}" in card
+    words = shlex.split(card.partition("## Command\n\n```\n")[2].partition("```")[0].replace("\\\n", " "))
+    assert words[:6] == ["dflash-plugins", "train", "--method", "dflash", "--target", "TARGET"]
+    said = _parse_settings([value for flag, value in pairwise(words) if flag == "--set"])
+    assert Recipe.of({"steps": 3, **said}) == Recipe.of({"steps": 3, **settings})
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"method": "dloop", "prefix_lengths": [1, 2], "short_k": None, "learning_rate": 1e-05, "gamma": 1.5},
+        {
+            "method": "dflash2",
+            "start_from": "base/drafter",
+            "train_only": ["*conv*", "norm.weight"],
+            "precision": "fp32",
+        },
+    ],
+)
+def test_the_command_on_a_card_is_the_recipe(settings: dict[str, Any]) -> None:
+    recipe = Recipe.of(settings)
+    words = shlex.split("".join(line.removesuffix("\\") for line in command_lines(recipe, ["one", "two"])))
+    options = [(flag, value) for flag, value in pairwise(words) if flag.startswith("--")]
+    said = _parse_settings([value for flag, value in options if flag == "--set"])
+    assert Recipe.of({"method": dict(options)["--method"], **said}) == recipe
+    assert [value for flag, value in options if flag == "--data"] == ["one", "two"]
 
 
 def test_a_file_of_answers_needs_layer_ids(data: tuple[Path, Path], tmp_path: Path) -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import platform
+import shlex
+import textwrap
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
@@ -13,11 +16,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from dflash_plugins.drafter import Drafter, save_drafter
+from dflash_plugins.train.recipe import Recipe
 
 if TYPE_CHECKING:
     from dflash_plugins.train.trainer import Trainer
 
 DRAFTER_FOLDER = "drafter"
+_OPTIONS = ("method", "steps")
 
 
 TITLES = {"dflash": "DFlash", "dflash2": "DFlash 2", "dloop": "D-Loop (mode refine)"}
@@ -68,7 +73,8 @@ def model_card(trainer: Trainer, report: dict[str, Any]) -> str:
             rates = " ".join(f"{rate:.3f}" for rate in recall)
             lines += ["", f"The selector's candidates hold the true token, K = {name[1:]}, by slot: {rates}."]
     lines += ["", "Each number of masks is another question: K is the number of mask rows that were run.", ""]
-    lines += ["## Recipe", "", "```", *_recipe_lines(trainer), "```", ""]
+    lines += ["## Command", "", "```", *command_lines(trainer.recipe, _data(trainer.store.paths)), "```", ""]
+    lines += ["## Recipe", "", "```", *_recipe_lines(trainer.recipe), "```", ""]
     return "\n".join(lines)
 
 
@@ -78,9 +84,35 @@ def held_out_row(k: int, emitted_per_round: float, accepted_by_slot: Sequence[fl
     return f"| {k} | {emitted_per_round:.3f} | {slots} | {rounds:,} |"
 
 
-def _recipe_lines(trainer: Trainer) -> list[str]:
-    """The settings; a folder is named by its last part, the rest is nobody's business."""
-    settings = asdict(trainer.recipe)
-    if trainer.recipe.start_from is not None:
-        settings["start_from"] = Path(trainer.recipe.start_from).name
-    return [f"{key}: {value}" for key, value in settings.items()]
+def command_lines(recipe: Recipe, data: Iterable[str]) -> list[str]:
+    """The command of a run with ``recipe`` on ``data``, with whatever is not as it would be by itself."""
+    usual = asdict(Recipe())
+    said = {key: value for key, value in _settings(recipe).items() if value != usual[key]}
+    words = ["dflash-plugins train", f"--method {recipe.method}", "--target TARGET", *(f"--data {one}" for one in data)]
+    words += ["--out RUN", f"--steps {recipe.steps}"]
+    words += [f"--set {shlex.quote(f'{key}={_yaml(value)}')}" for key, value in said.items() if key not in _OPTIONS]
+    text = " ".join(word.replace(" ", "\0") for word in words)
+    lines = textwrap.wrap(text, 110, subsequent_indent="    ", break_on_hyphens=False, break_long_words=False)
+    return " \\\n".join(lines).replace("\0", " ").splitlines()
+
+
+def _yaml(value: Any) -> str:
+    return json.dumps(list(value) if isinstance(value, tuple) else value).replace(" ", "").strip('"')
+
+
+def _data(paths: Iterable[Path]) -> list[str]:
+    """Names of what was given as ``--data``: the folders of shards, or the files of answers."""
+    return list(dict.fromkeys(path.parent.name if path.suffix == ".safetensors" else path.name for path in paths))
+
+
+def _recipe_lines(recipe: Recipe) -> list[str]:
+    return [f"{key}: {value}" for key, value in _settings(recipe).items()]
+
+
+def _settings(recipe: Recipe) -> dict[str, Any]:
+    """A folder is named by its last part, and by its run where that says nothing; the rest is nobody's business."""
+    settings = asdict(recipe)
+    if recipe.start_from is not None:
+        folder = Path(recipe.start_from)
+        settings["start_from"] = "/".join(folder.parts[-2:] if folder.name == DRAFTER_FOLDER else folder.parts[-1:])
+    return settings
