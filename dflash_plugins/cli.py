@@ -136,8 +136,10 @@ def _print_models(rows: list[dict[str, Any]]) -> None:
         what = row.get("title") or f"{row['method']} drafter for {row['target']}"
         if row.get("base"):
             what += f", shipped as a difference to {row['base']}"
-        print(f"{row['name']:22} {row['kind']:8} {row['status']:14} {what} ({row['licence']})")
-        print(f"{'':22} {row['path'] or 'models fetch ' + row['name']}")
+        if row.get("superseded_by"):
+            what += f", superseded by {row['superseded_by']}"
+        print(f"{row['name']:26} {row['kind']:8} {row['status']:14} {what} ({row['licence']})")
+        print(f"{'':26} {row['path'] or 'models fetch ' + row['name']}")
 
 
 @models.command("fetch")

@@ -190,7 +190,7 @@ def embedded_contestants(engine: str, k: int | None) -> tuple[tuple[Contestant, 
     """Plain decoding and every drafter of the embedded target; raises BadInput when one is not installed."""
     drafted: list[Contestant] = []
     findings: list[Finding] = []
-    drafters = [drafter for drafter in DRAFTERS.values() if drafter.target == TARGET]
+    drafters = [one for one in DRAFTERS.values() if one.target == TARGET and one.superseded_by is None]
     for drafter in drafters:
         pair, found = check_inputs(engine, TARGET, drafter.name, k or SERVED_K[drafter.method], {})
         findings += found

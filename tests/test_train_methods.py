@@ -171,6 +171,8 @@ def test_a_selector_scores_no_move_of_tokens_that_training_never_meets(make: Mak
     assert before
     assert before <= {int(token) for ref in trainer.train_refs for token in trainer.store.ids(ref)}
     assert after == set(trainer.vocabulary.tolist())
+    unsaid = [token for token in range(len(selector.successor_codebook)) if token not in after]
+    assert not selector.successor_codebook[unsaid].signbit().any(), "-0 would be shipped, and 0 is not"
 
 
 def test_frozen_parameters_do_not_move(make: Make) -> None:

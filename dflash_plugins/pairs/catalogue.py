@@ -30,12 +30,14 @@ class EmbeddedDrafter:
     """A drafter of ours, package data of the distribution ``dflash-plugins-models``.
 
     ``base`` names the drafter of the same target that it is shipped as a difference to; None: it is shipped whole.
+    ``superseded_by`` names a later one of the same method: this one stays for comparisons, and as a base.
     """
 
     name: str
     method: str
     target: str
     base: str | None = None
+    superseded_by: str | None = None
 
 
 _TARGETS = (
@@ -51,10 +53,12 @@ _TARGETS = (
         note="Q4_1 weights, dequantised to bfloat16: close to the released model, not equal to it",
     ),
 )
+_FIRST = "smollm2-135m-dflash-first"
 _DRAFTERS = (
-    EmbeddedDrafter(name="smollm2-135m-dflash", method="dflash", target="smollm2-135m"),
-    EmbeddedDrafter(name="smollm2-135m-dflash2", method="dflash2", target="smollm2-135m", base="smollm2-135m-dflash"),
-    EmbeddedDrafter(name="smollm2-135m-dloop", method="dloop", target="smollm2-135m", base="smollm2-135m-dflash"),
+    EmbeddedDrafter(name="smollm2-135m-dflash", method="dflash", target="smollm2-135m", base=_FIRST),
+    EmbeddedDrafter(name="smollm2-135m-dflash2", method="dflash2", target="smollm2-135m", base=_FIRST),
+    EmbeddedDrafter(name="smollm2-135m-dloop", method="dloop", target="smollm2-135m", base=_FIRST),
+    EmbeddedDrafter(name=_FIRST, method="dflash", target="smollm2-135m", superseded_by="smollm2-135m-dflash"),
 )
 
 TARGETS: Mapping[str, EmbeddedTarget] = {target.name: target for target in _TARGETS}

@@ -67,7 +67,7 @@ def fetch_model(name: str, *, to: Path | None = None, report: Report | None = No
 
 
 def listing() -> list[dict[str, Any]]:
-    """One record per embedded model: name, kind, licence, status, path or None; a drafter's method, target and base."""
+    """One record per embedded model: name, kind, licence, status, path or None; and what a drafter belongs to."""
     return [_target_row(target) for target in TARGETS.values()] + [
         _drafter_row(drafter) for drafter in DRAFTERS.values()
     ]
@@ -96,6 +96,7 @@ def _drafter_row(drafter: EmbeddedDrafter) -> dict[str, Any]:
         "method": drafter.method,
         "target": drafter.target,
         "base": drafter.base,
+        "superseded_by": drafter.superseded_by,
         "licence": "Apache-2.0",
         "status": "not installed" if shipped is None else "ready" if path else "not fetched",
         "path": str(path) if path else None,

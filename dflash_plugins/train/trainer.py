@@ -171,8 +171,8 @@ class Trainer:
             drafter.lm_head.weight.requires_grad_(False)
             drafter.d2t.copy_(self.vocabulary - torch.arange(len(self.vocabulary)))
         if drafter.candidate_selector is not None:  # what the draft cannot say is no candidate
-            said = torch.zeros(head.shape[0], 1).index_fill_(0, self.vocabulary, 1.0)
-            drafter.candidate_selector.successor_codebook.data.mul_(said)
+            said = torch.zeros(head.shape[0], dtype=torch.bool).index_fill_(0, self.vocabulary, True)
+            drafter.candidate_selector.successor_codebook.data[~said] = 0.0
         if start is not None:
             self.taken = take_tensors(drafter, start)
         return drafter
