@@ -212,7 +212,7 @@ def test_an_interruption_leaves_nothing_half_written(shop, monkeypatch):
 
 def test_unknown_names_are_answered_with_the_known_ones(shop):
     for call in (fetch_model, resolve):
-        with pytest.raises(BadInput, match=f"{TARGET}, {DRAFTER}"):
+        with pytest.raises(BadInput, match=f"{TARGET}, .*{DRAFTER}"):
             call("nope")
 
 
