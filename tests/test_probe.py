@@ -19,6 +19,7 @@ from matrix_rows import results, row
 from dflash_plugins import probe, serve
 from dflash_plugins.driver import Counters
 from dflash_plugins.findings import Finding, Severity
+from dflash_plugins.parent import FORWARDED
 from dflash_plugins.report import EngineSummary, MatrixSummary, ServeReport
 from dflash_plugins.suspects import KINDS, suspects
 
@@ -146,6 +147,12 @@ sys.exit(run_beside(sys.argv[1:], lambda over: over.wait()))
 """
 
 
+def heed_signals():
+    """These tests may run in the background or under nohup, where signals are ignored, which a parent leaves so."""
+    for number in FORWARDED:
+        signal.signal(number, signal.SIG_DFL)
+
+
 @pytest.fixture
 def parent(tmp_path, repository):
     """``parent(**settings)``: a process beside a server; (process, server's pid, server's log)."""
@@ -157,7 +164,7 @@ def parent(tmp_path, repository):
         environment = os.environ | {"PYTHONPATH": str(repository)}
         process = subprocess.Popen(
             [*before, sys.executable, "-c", RUN, *argv], env=environment, start_new_session=True,
-            preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),  # these tests may run under nohup
+            preexec_fn=heed_signals,
         )  # fmt: skip
         processes.append(process)
         assert until(lambda: log.exists() and log.read_text())
