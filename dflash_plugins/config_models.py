@@ -20,6 +20,12 @@ class _Frozen(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
+def fingerprint(described: BaseModel) -> str:
+    """``sha256:`` and the hex digest of the canonical JSON of every field."""
+    canonical = json.dumps(described.model_dump(mode="json"), sort_keys=True, separators=(",", ":"))
+    return "sha256:" + hashlib.sha256(canonical.encode()).hexdigest()
+
+
 class SelectorConfig(_Frozen):
     """The candidate selector of DFlash 2: ``top_k`` candidates per slot, codebooks of width ``rank``."""
 
@@ -89,8 +95,7 @@ class DraftConfig(_Frozen):
     @property
     def fingerprint(self) -> str:
         """``sha256:`` and the hex digest of the canonical JSON of every field."""
-        canonical = json.dumps(self.model_dump(mode="json"), sort_keys=True, separators=(",", ":"))
-        return "sha256:" + hashlib.sha256(canonical.encode()).hexdigest()
+        return fingerprint(self)
 
 
 class TargetConfig(_Frozen):

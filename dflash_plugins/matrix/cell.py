@@ -19,6 +19,7 @@ from typing import Any
 from dflash_plugins import bench, prove, serve
 from dflash_plugins.bench_report import BenchReport
 from dflash_plugins.config import DraftConfig, read_draft_config, read_target_config
+from dflash_plugins.config_models import fingerprint
 from dflash_plugins.config_places import config_file, read_json
 from dflash_plugins.driver import EngineDriver, EngineError, Progress
 from dflash_plugins.engines import engine_facts
@@ -39,11 +40,11 @@ from dflash_plugins.matrix.rows import (
     acceptance_floor,
 )
 from dflash_plugins.pairs import TARGETS, load_prompts
+from dflash_plugins.pairs.difference import sha256
 from dflash_plugins.report import CheckReport
 
 DTYPE = "float32"
 _LONGEST_REASON = 300
-_READ = 1 << 20
 
 
 def measure(
@@ -143,7 +144,7 @@ def target_row(model: Model) -> RowModel:
         name=model.label,
         revision=model.revision or weights(model.folder),
         quantisation=embedded.note.partition(":")[0] if embedded else method,
-        fingerprint=_fingerprint(config.model_dump(mode="json")),
+        fingerprint=fingerprint(config),
         dtype=config.dtype,
     )
 
@@ -162,16 +163,8 @@ def weights(folder: Path) -> str | None:
     """``weights-`` and a hash of the tensor files' names and contents; None where there are none."""
     digest, files = hashlib.sha256(), sorted(folder.glob("*.safetensors"))
     for path in files:
-        digest.update(f"{path.name} {path.stat().st_size}\n".encode())
-        with path.open("rb") as file:
-            while part := file.read(_READ):
-                digest.update(part)
+        digest.update(f"{path.name} {sha256(path)}\n".encode())
     return f"weights-{digest.hexdigest()[:16]}" if files else None
-
-
-def _fingerprint(document: Any) -> str:
-    text = json.dumps(document, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
-    return "sha256:" + hashlib.sha256(text.encode()).hexdigest()
 
 
 def launch_row(
