@@ -97,7 +97,7 @@ def command_lines(recipe: Recipe, data: Iterable[str]) -> list[str]:
 
 
 def _yaml(value: Any) -> str:
-    return json.dumps(list(value) if isinstance(value, tuple) else value).replace(" ", "").strip('"')
+    return value if isinstance(value, str) else json.dumps(value, separators=(",", ":"))
 
 
 def _data(paths: Iterable[Path]) -> list[str]:
