@@ -99,9 +99,10 @@ def test_a_row_is_written_through_the_link_of_the_package_and_whole(tmp_path, mo
     assert link.is_symlink()
     assert [one.id for one in read_matrix(file).rows] == ["r1", "r2"]
     text = file.read_text()
-    monkeypatch.setattr(book.os, "fdopen", lambda *_, **__: (_ for _ in ()).throw(OSError("disk full")))
-    with pytest.raises(OSError, match="disk full"):
-        book.write_row(link, row("r3"))
+    with monkeypatch.context() as patch:
+        patch.setattr(type(file), "write_text", lambda *_, **__: (_ for _ in ()).throw(OSError("disk full")))
+        with pytest.raises(BadInput, match="disk full"):
+            book.write_row(link, row("r3"))
     assert file.read_text() == text
     assert sorted(path.name for path in tmp_path.iterdir()) == ["compat_matrix.yaml", "package"]
 

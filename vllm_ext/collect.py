@@ -32,9 +32,9 @@ from dflash_plugins.train.store import (
     has_shard,
     pack,
     shard_path,
-    whole_file,
     write_shard,
 )
+from dflash_plugins.whole_file import whole_file
 from dflash_plugins.worker import encode_messages
 
 ANSWERS_PER_SEQUENCE = 4  # so many to each sequence that runs at once are asked for together: the last ones run alone

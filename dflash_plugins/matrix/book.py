@@ -6,7 +6,6 @@ import contextlib
 import fcntl
 import io
 import os
-import tempfile
 from collections.abc import Iterator
 from importlib.resources import files
 from importlib.resources.abc import Traversable
@@ -17,6 +16,7 @@ from pydantic import ValidationError
 
 from dflash_plugins.errors import BadInput
 from dflash_plugins.matrix.rows import Matrix, MatrixRow
+from dflash_plugins.whole_file import whole_file
 
 _START = "- id: "
 _EMPTY, _FULL = "rows: []", "rows:"
@@ -84,20 +84,9 @@ def write_row(path: Path, row: MatrixRow) -> None:
     """Put ``row`` into the file: whole or not at all, one writer at a time."""
     path = path.resolve()  # the package holds a link to the file
     with _locked(path.parent):
-        replace_text(path, with_row(path.read_text(encoding="utf-8"), row, str(path)))
-
-
-def replace_text(path: Path, text: str) -> None:
-    """The file with another text, at once: no reader sees a part of it."""
-    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
-    try:
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            file.write(text)
-        Path(name).chmod(path.stat().st_mode if path.exists() else 0o644)
-        Path(name).replace(path)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
+        text = with_row(path.read_text(encoding="utf-8"), row, str(path))
+        with whole_file(path) as partial:
+            partial.write_text(text, encoding="utf-8")
 
 
 @contextlib.contextmanager

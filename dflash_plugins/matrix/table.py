@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 from pydantic import BaseModel, ConfigDict
 
 from dflash_plugins.errors import BadInput
-from dflash_plugins.matrix.book import replace_text
 from dflash_plugins.matrix.plan import Cell
 from dflash_plugins.matrix.rows import MatrixRow, RowSpeed, schema_text
+from dflash_plugins.whole_file import whole_file
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -163,7 +163,8 @@ def render(root: Path, rows: tuple[MatrixRow, ...]) -> RenderReport:
     wanted = {readme: with_table(readme.read_text(encoding="utf-8"), rows), root / SCHEMA: schema_text()}
     changed = [path for path, text in wanted.items() if not path.exists() or path.read_text(encoding="utf-8") != text]
     for path in changed:
-        replace_text(path, wanted[path])
+        with whole_file(path) as partial:
+            partial.write_text(wanted[path], encoding="utf-8")
     names = [path.relative_to(root).as_posix() for path in wanted]
     return RenderReport(
         files=tuple(names), changed=tuple(path.relative_to(root).as_posix() for path in changed), rows=rows

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from dflash_plugins.errors import BadInput
-from dflash_plugins.train.store import whole_file
 from dflash_plugins.train.trainer import Progress
+from dflash_plugins.whole_file import whole_file
 
 LOG_FILE = "training-log.jsonl"
 SMOOTHED = 100

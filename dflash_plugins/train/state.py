@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 
 from dflash_plugins.errors import BadInput
 from dflash_plugins.train.sharding import divided_like, whole
-from dflash_plugins.train.store import whole_file
+from dflash_plugins.whole_file import whole_file
 
 STATE_FILE = "training-state.safetensors"
 

@@ -15,7 +15,6 @@ refused.
 
 from __future__ import annotations
 
-import contextlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 from safetensors import SafetensorError
 
 from dflash_plugins.errors import BadInput
+from dflash_plugins.whole_file import whole_file
 
 if TYPE_CHECKING:
     import torch
@@ -109,22 +109,6 @@ def has_shard(path: Path, meta: StoreMeta) -> bool:
             f"{meta.target_fingerprint}, layers {list(meta.target_layer_ids)}: choose another folder or remove it"
         )
     return True
-
-
-@contextlib.contextmanager
-def whole_file(path: Path) -> Iterator[Path]:
-    """A name beside ``path`` to write to, which takes its place once it is written; BadInput where that fails.
-
-    What was at ``path`` before stays until then, and stays where it fails.
-    """
-    partial = path.with_name(path.name + ".partial")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        yield partial
-        partial.replace(path)
-    except (OSError, SafetensorError) as error:
-        partial.unlink(missing_ok=True)
-        raise BadInput(f"{path} cannot be written, and is left as it was: {error}") from error
 
 
 def _opened(paths: Sequence[Path]) -> list[Any]:
