@@ -200,5 +200,10 @@ def _ordered(found: Iterable[Finding]) -> tuple[Finding, ...]:
     rank = list(Severity)
     once: dict[tuple[str, str, str], Finding] = {}
     for finding in sorted(found, key=lambda f: rank.index(f.severity)):
-        once.setdefault((finding.code, finding.key.rpartition(".")[2], str(finding.value)), finding)
+        once.setdefault((finding.code, _place(finding), str(finding.value)), finding)
     return tuple(once.values())
+
+
+def _place(finding: Finding) -> str:
+    """Of a key of config.json its name, since checks differ in the path to it; of a tensor all of it."""
+    return finding.key if finding.code.startswith("tensor-") else finding.key.rpartition(".")[2]

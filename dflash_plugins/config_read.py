@@ -411,6 +411,7 @@ def _read_method_keys(r: Reader) -> None:
                 "name the architecture DFlash2DraftModel, or remove the key",
             )
     _check_conv(r)
+    _check_selector(r)
     _read_loop(r, method)
 
 
@@ -424,6 +425,16 @@ def _check_conv(r: Reader) -> None:
             f"does not divide hidden_size {hidden}",
             "take both from the drafter's training configuration",
         )
+
+
+def _check_selector(r: Reader) -> None:
+    """A walk over more candidates than there are tokens ends in the first round."""
+    selector, sizes = r.facts.get("selector"), [r.facts.get(name) for name in ("draft_vocab_size", "vocab_size")]
+    tokens = min((size for size in sizes if size), default=None)
+    if selector and tokens and selector["top_k"] > tokens:
+        message = f"is more candidates per slot than the {tokens} tokens that the drafter knows"
+        mend = "take it from the drafter's training configuration"
+        r.error("selector-top-k", r.path("selector_top_k"), selector["top_k"], message, mend)
 
 
 def _read_loop(r: Reader, method: str | None) -> None:

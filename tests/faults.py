@@ -121,6 +121,7 @@ _config("layer_types", "layer-types", ERROR, ["sliding_attention"] * 4)
 _config("head_dim", "config-type", ERROR, "128", touches=("head_dim", "tensors", "heads"))
 _config("num_key_value_heads", "heads", ERROR, 5, touches=("heads", "tensors"))
 _config("dflash_config.conv_group_size", "conv-group", ERROR, 48, touches=("conv", "tensors"))
+_config("dflash_config.selector_top_k", "selector-top-k", ERROR, 10**6, touches=("selector",))
 _config("dflash_config.selector_rank", "config-missing", ERROR, DELETED, touches=("selector",))
 _config("dflash_config.swa_windw_size", "config-unknown-key", WARNING, 4)
 _config("quantization_config", "quantised", WARNING, {"quant_method": "fp8"})
@@ -133,7 +134,7 @@ _config(
     "speculators_config", "pair-architecture", WARNING, {"verifier": {"architectures": ["Qwen3ForCausalLM"]}},
     words="Qwen3_5ForConditionalGeneration",
 )  # fmt: skip
-_config("output_multiplier", "vllm-reads-scaling-nested-only", WARNING, 0.5, touches=("scale",))
+_config("output_multiplier", "vllm-reads-scaling-nested-only", WARNING, 0.5, touches=("scale", "method"))
 _target("hidden_size", "pair-hidden-size", ERROR, 4096, "target head")
 _target("num_hidden_layers", "pair-target-layers", ERROR, 48, "num_target_layers", "layer_types", IDS)
 _target("vocab_size", "pair-vocabulary", ERROR, 151936, MASK, "target head")

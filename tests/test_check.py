@@ -90,6 +90,15 @@ def test_a_fault_alone_is_found(tmp_path: Path, fault: Fault) -> None:
     assert named.mend
 
 
+def test_every_missing_tensor_is_named(tmp_path: Path) -> None:
+    pair = qwen38_27b_dflash2()
+    missing = [name for name in pair.draft_header if name.startswith("layers.1.")]
+    for name in missing:
+        del pair.draft_header[name]
+    report = pair.check(tmp_path / "pair")
+    assert [f.key for f in report.findings if f.code == "tensor-missing"] == missing
+
+
 def test_three_faults_at_once_are_all_found(tmp_path: Path) -> None:
     """300 seeded triples of faults that do not touch the same thing."""
     chosen = random.Random(20261130)

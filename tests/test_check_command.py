@@ -186,6 +186,31 @@ def test_sglang_had_no_dflash_before():
     assert "engine-too-old" not in codes(limit_findings(facts("sglang", "DFlashDraftModel", version="0.5.12")))
 
 
+@pytest.mark.parametrize(("engine", "version"), [("vllm", "0.19.1"), ("vllm", "0.9.1"), ("sglang", "0.5.10.post1")])
+def test_what_the_plugin_registers_needs_an_engine_that_has_the_method(engine, version):
+    every = limit_findings(facts(engine, "DLoopDraftModel", version=version))
+    (found,) = (f for f in every if f.key == "engine_version")
+    assert (found.code, found.severity) == ("engine-too-old", Severity.ERROR)
+    assert "which DLoopDraftModel needs" in found.message
+
+
+@pytest.mark.parametrize(
+    ("engine", "version", "untested"),
+    [
+        ("vllm", "0.31.0", False),
+        ("vllm", "0.31.0.post2", False),
+        ("vllm", "0.27.0", True),
+        ("vllm", "0.33.1.dev3+gabc", True),
+        ("sglang", "0.5.22", True),
+        ("sglang", "0.5.23", False),
+    ],
+)
+def test_versions_that_the_plugin_was_never_run_with_are_named(engine, version, untested):
+    found = codes(limit_findings(facts(engine, "DLoopDraftModel", version=version)))
+    assert found.get("plugin-untested") == (Severity.WARNING if untested else None)
+    assert "plugin-untested" not in codes(limit_findings(facts(engine, "DFlashDraftModel", version=version)))
+
+
 def test_a_build_just_before_the_release_only_warns():
     assert codes(limit_findings(facts("vllm", version="0.28.0rc1.dev5")))["engine-too-old"] is Severity.WARNING
 

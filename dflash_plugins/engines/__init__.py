@@ -48,12 +48,16 @@ class Sign(_Data):
 
 
 class Architecture(_Data):
-    """An architecture an engine serves: from which release on, where we saw it, or only through our plugin."""
+    """An architecture an engine serves: from which release on, where we saw it, or only through our plugin.
+
+    ``needs``: of one of our plugin, the engine's own architecture whose method it is served by.
+    """
 
     name: str
     first: str | None = None
     seen: tuple[str, ...] = ()
     plugin: bool = False
+    needs: str | None = None
     sign: Sign | None = None
     source: str
 

@@ -43,16 +43,33 @@ def _unparsed(version: str | None) -> list[Finding]:
 
 
 def _architecture_findings(facts: Facts, version: Version | None) -> list[Finding]:
-    engine, name = facts.engine, facts.draft.get("architecture")
-    known = next((a for a in engine.architectures if a.name == name), None) if engine else None
-    there = None if known is None else _present(known, facts, version)
-    if engine is None or known is None or there is True or (there is None and version is None):
+    by_name = {} if facts.engine is None else {a.name: a for a in facts.engine.architectures}
+    known = by_name.get(facts.draft.get("architecture") or "")
+    if known is None or facts.engine is None:
         return []
+    base, title = by_name[known.needs or known.name], facts.engine.title
+    there = _present(base, facts, version)
+    if there is True or (there is None and version is None):
+        return _plugin_findings(known, title, facts.launch.version, version)
     severity = Severity.ERROR if there is False else Severity.WARNING
-    first = f"from {known.first} on" if known.first else "in no way that its source shows"
-    message = f"{engine.title} serves {known.name} {first}"
-    mend = f"use {engine.title} {known.first or (*known.seen, '?')[0]} or later, or a version our plugin supports"
+    first = f"from {base.first} on" if base.first else "in no way that its source shows"
+    message = f"{title} serves {base.name} {first}" + (f", which {known.name} needs" if known.needs else "")
+    mend = f"use {title} {base.first or (*base.seen, '?')[0]} or later, or a version our plugin supports"
+    if known.needs:
+        mend = f"use {title} {' or '.join(known.seen)}, which our plugin has been run with"
     return [Finding.of(severity, "engine-too-old", "engine_version", facts.launch.version, message, mend)]
+
+
+def _plugin_findings(known: Architecture, title: str, said: str | None, version: Version | None) -> list[Finding]:
+    """What our plugin adds is built on the engine's inside: only versions that it was run with are sure."""
+    if not known.plugin or version is None or version.base_version in known.seen:
+        return []
+    versions = " and ".join(known.seen)
+    message = f"our plugin, which {known.name} needs, has been run with {title} {versions} only"
+    mend = (
+        f"use {title} {' or '.join(known.seen)}, or prove the pair first; where the plugin lacks something it says so"
+    )
+    return [Finding.of(Severity.WARNING, "plugin-untested", "engine_version", said, message, mend)]
 
 
 def _present(known: Architecture, facts: Facts, version: Version | None) -> Holds:
