@@ -121,7 +121,7 @@ _config("layer_types", "layer-types", ERROR, ["sliding_attention"] * 4)
 _config("head_dim", "config-type", ERROR, "128", touches=("head_dim", "tensors", "heads"))
 _config("num_key_value_heads", "heads", ERROR, 5, touches=("heads", "tensors"))
 _config("dflash_config.conv_group_size", "conv-group", ERROR, 48, touches=("conv", "tensors"))
-_config("dflash_config.selector_top_k", "selector-top-k", ERROR, 10**6, touches=("selector",))
+_config("dflash_config.selector_top_k", "selector-top-k", ERROR, 10**6, touches=("selector", "vocab_size"))
 _config("dflash_config.selector_rank", "config-missing", ERROR, DELETED, touches=("selector",))
 _config("dflash_config.swa_windw_size", "config-unknown-key", WARNING, 4)
 _config("quantization_config", "quantised", WARNING, {"quant_method": "fp8"})
@@ -178,7 +178,7 @@ _set(
     "weights-memory", ERROR, "memory", "tensor_parallel_size", "pipeline_parallel_size", "pp",
     memory_gib=16, gpu_memory_utilization=0.9,
 )  # fmt: skip
-_set("draft-kv", INFO, "heads", tensor_parallel_size=2, words="10,240")
+_set("draft-kv", INFO, "heads", "num_hidden_layers", "attention_backend", tensor_parallel_size=2, words="10,240")
 
 
 @fault("K beyond the block", "k-beyond-block", WARNING, "k", words="serve at most 7")
