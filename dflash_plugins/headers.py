@@ -21,6 +21,7 @@ Header = dict[str, tuple[str, tuple[int, ...]]]
 
 INDEX = "model.safetensors.index.json"
 LONGEST_HEADER = 100_000_000
+_LONGEST_POINTER = 1024
 BITS: Mapping[str, int] = {
     "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6, "BOOL": 8, "U8": 8, "I8": 8, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8,
     "U16": 16, "I16": 16, "F16": 16, "BF16": 16, "U32": 32, "I32": 32, "F32": 32, "U64": 64, "I64": 64, "F64": 64,
@@ -101,7 +102,10 @@ def read_file(file: Path) -> HeaderFile:
     try:
         with file.open("rb") as stream:
             size = file.stat().st_size
-            length = int.from_bytes(stream.read(8), "little")
+            start = stream.read(8)
+            length = int.from_bytes(start, "little")
+            if start == b"version " and size < _LONGEST_POINTER:
+                raise ValueError("it is a Git LFS pointer, fetch the file itself (git lfs pull)")
             if size < 8 or length > min(size - 8, LONGEST_HEADER):
                 raise ValueError(f"it announces a header of {length} bytes and has {size}")
             content = parse_header(json.loads(stream.read(length)))

@@ -376,3 +376,9 @@ def test_f06_one_number_two_meanings(
     raw["dflash_config"]["block_size"] = 8
     found_here = units_findings(engine, read_draft_config(raw).require(), k, {flag: value})
     assert [(f.code, f.mend) for f in found_here] == ([expected] if expected else [])
+
+
+def test_a_git_lfs_pointer_is_called_one(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 5\n")
+    with pytest.raises(BadInput, match="Git LFS pointer"):
+        read_header(tmp_path)
