@@ -23,6 +23,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
 from rich.progress import track
 
 from dflash_plugins.driver import Counters, EngineConfig, Sampling, encode_prompts, find_driver
@@ -76,7 +77,7 @@ def measure(options: argparse.Namespace, name: str, k: int, prompts: list[Prompt
             ids = encode_prompts(session, prompts, options.max_tokens)
             sampling = Sampling(max_tokens=options.max_tokens, ignore_eos=True, rounds=options.batch > 1)
             turns = [range(i, min(i + options.batch, len(ids))) for i in range(0, len(ids), options.batch)]
-            for turn in track(turns, f"{name}, K {k}", disable=options.quiet):
+            for turn in track(turns, f"{name}, K {k}", console=Console(stderr=True), disable=options.quiet):
                 done = session.generate([ids[i] for i in turn], sampling)
                 for i, completion in zip(turn, done.completions, strict=True):
                     counters = done.counters if options.batch == 1 else of_one(completion.emitted or (), k)
