@@ -1,9 +1,10 @@
-"""The tables of docs/drafters.md out of what ``benchmarks/drafters.py`` printed.
+"""The tables of docs/drafters.md out of what ``benchmarks/drafters.py`` and ``dflash-plugins bench --json`` printed.
 
     python benchmarks/drafters_table.py benchmarks/results/drafters/*.json
 
-A line per drafter and K: emitted per round over all prompts and by set, and the ratio to the first drafter of the same
-file with its 95 % interval.
+Of the first, a line per drafter and K: emitted per round over all prompts and by set, and the ratio to the first
+drafter of the same file with its 95 % interval. Of the second, a line per K and load: rates, their ratio, and where the
+time of a round went.
 """
 
 from __future__ import annotations
@@ -31,15 +32,34 @@ def lines(document: dict[str, Any]) -> Iterator[str]:
         yield f"| {draft} | {k} | {whole['emitted_per_round']:.3f} | {by_set} | {slots} | {beside} |"
 
 
+def speeds(document: dict[str, Any]) -> Iterator[str]:
+    """The same of a run of ``bench``."""
+    heads = ("drafter", "K", "at once", "emitted per round", "plain tokens/s", "tokens/s", "speed-up")
+    yield f"| {' | '.join(heads)} | round ms: drafter, target, rest |"
+    yield "|" + "---|" * (len(heads) + 1)
+    for row in document["rows"]:
+        cycle = row["cycle"]
+        parts = [cycle[name] for name in ("draft_ms", "verify_ms", "overhead_ms")]
+        spent = "not split" if None in parts else ", ".join(f"{part:.1f}" for part in parts)
+        low, high = row["speedup_ci95"] or (float("nan"), float("nan"))
+        yield (
+            f"| {document['draft']} | {row['k']} | {row['concurrency']} | {row['emitted_per_round']:.2f} "
+            f"| {row['plain_tps']:.1f} | {row['spec_tps']:.1f} | {row['speedup']:.2f} ({low:.2f} to {high:.2f}) "
+            f"| {cycle['round_ms']:.1f}: {spent} |"
+        )
+
+
 def main(paths: Sequence[str]) -> int:
     """Command line."""
     for path in paths:
         document = json.loads(Path(path).read_text(encoding="utf-8"))
+        measured = "runs" in document  # of bench
         about = (
             f"{document['engine']}, {document['dtype']}, {document['prompts']} prompts, {document['max_tokens']} tokens"
         )
-        print(f"\n{Path(path).stem}: {about}, {document['batch']} at once\n")
-        print("\n".join(lines(document)))
+        about += f", {document['runs']} runs" if measured else f", {document['batch']} at once"
+        print(f"\n{Path(path).stem}: {about}\n")
+        print("\n".join(speeds(document) if measured else lines(document)))
     return 0
 
 
