@@ -111,7 +111,7 @@ def test_a_result_says_where_it_comes_from_and_no_path_of_the_machine(ran, monke
 
 
 def demo_document(**changes):
-    run = {"method": "dflash", "lossless": True, "speedup": 1.25, "emitted_per_round": 1.5} | changes
+    run = {"method": "dflash", "lossless": True, "speedup": 1.25, "emitted_per_round": 1.6} | changes
     return {"runs": [{"method": "plain", "lossless": True, "speedup": 1, "emitted_per_round": 1}, run]}
 
 
@@ -121,7 +121,7 @@ def demo_document(**changes):
         ({}, 0, 0),
         ({"lossless": False}, 1, 0),
         ({"speedup": 1.24}, 0, 1),
-        ({"lossless": False, "speedup": 1.24, "emitted_per_round": 1.49}, 2, 1),
+        ({"lossless": False, "speedup": 1.24, "emitted_per_round": 1.59}, 2, 1),
     ],
 )
 def test_what_the_demo_must_reach(accept, changes, faults, slow):
