@@ -21,6 +21,8 @@ from dflash_plugins.errors import BadInput, Refused
 from dflash_plugins.hub import Model
 from dflash_plugins.serve import check
 
+pytestmark = pytest.mark.filterwarnings(r"ignore:\[config-:UserWarning")  # the loader warns of what check has said
+
 KEYS = (
     *LAYER_KEYS,
     *DRAFT_KEYS,
