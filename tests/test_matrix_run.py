@@ -230,6 +230,13 @@ def test_rows_are_written_and_an_aborted_cell_writes_nothing(files):
         run.chosen([SAMPLED, "nope"], book)
 
 
+def test_the_floor_of_other_weights_is_not_compared():
+    recorded, low = row(GREEDY), row(GREEDY, results=results(1.0))
+    other = low.model_copy(update={"draft": low.draft.model_copy(update={"revision": "weights-other"})})
+    assert len(run.differences(recorded, low)) == 1
+    assert run.differences(recorded, other) == []
+
+
 @pytest.mark.parametrize(
     ("found", "fault"),
     [
