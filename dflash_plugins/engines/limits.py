@@ -54,9 +54,10 @@ def _architecture_findings(facts: Facts, version: Version | None) -> list[Findin
     severity = Severity.ERROR if there is False else Severity.WARNING
     first = f"from {base.first} on" if base.first else "in no way that its source shows"
     message = f"{title} serves {base.name} {first}" + (f", which {known.name} needs" if known.needs else "")
-    mend = f"use {title} {base.first or (*base.seen, '?')[0]} or later, or a version our plugin supports"
     if known.needs:
         mend = f"use {title} {' or '.join(known.seen)}, which our plugin has been run with"
+    else:
+        mend = f"use {title} {base.first or (*base.seen, '?')[0]} or later, or a version our plugin supports"
     return [Finding.of(severity, "engine-too-old", "engine_version", facts.launch.version, message, mend)]
 
 
