@@ -7,21 +7,26 @@ of a repository is ever run.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 import shutil
 import tempfile
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from dflash_plugins.errors import BadInput
-from dflash_plugins.headers import INDEX
+from dflash_plugins.headers import INDEX, headers_only
 from dflash_plugins.pairs import DRAFTERS, TARGETS, resolve
+from dflash_plugins.pairs.difference import sha256
 from dflash_plugins.pairs.fetch import cache_root
 
 FILES = ("config.json", "generation_config.json", "tokenizer.json", "vocab.json", "added_tokens.json", INDEX)
+HASHED = "weights-"
+"""Begins what stands for the weights of a folder, where those of the hub have a commit."""
 _ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 Report = Callable[[str, int, int], None]
 
@@ -42,6 +47,28 @@ class Model:
     def label(self) -> str:
         """Its embedded name where it has one, else the name an engine is told."""
         return self.embedded or self.name
+
+    @classmethod
+    def told(cls, name: str, revision: str | None, folder: Path | None = None) -> Model:
+        """A model as an engine was told of it, and where it lies; a branch or a tag does not say which commit it is."""
+        commit = revision if re.fullmatch(r"[0-9a-f]{40}", revision or "") else None
+        return cls(name, Path(name) if folder is None else folder, commit)
+
+    @cached_property
+    def weights(self) -> str | None:
+        """What says which weights these are: the commit, or ``weights-`` and a hash of the tensor files' contents.
+
+        None where there is neither. Files are read whole: about a second per GB.
+        """
+        if self.revision is not None:
+            return self.revision
+        files = sorted(self.folder.glob("*.safetensors"))
+        if not files or headers_only(self.folder):
+            return None
+        digest = hashlib.sha256()
+        for path in files:
+            digest.update(f"{path.name} {sha256(path)}\n".encode())
+        return f"{HASHED}{digest.hexdigest()[:16]}"
 
 
 def locate(name: str, *, report: Report | None = None) -> Model:

@@ -6,11 +6,11 @@ import shlex
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any, Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 
 from dflash_plugins.config_models import DraftConfig
 from dflash_plugins.findings import Finding, Severity
-from dflash_plugins.matrix import MatrixRow, Status, statement
+from dflash_plugins.matrix import MatrixRow, Status
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -44,9 +44,10 @@ class DraftSummary(_Frozen):
 
 
 class MatrixSummary(_Frozen):
-    """What the compatibility matrix says of the pair on this engine version, and the rows that say it."""
+    """What the compatibility matrix says of the pair on this engine version; for people, the same in words."""
 
     status: Status
+    statement: str = Field(default="", exclude=True)
     rows: tuple[MatrixRow, ...] = ()
 
 
@@ -104,8 +105,8 @@ class CheckReport(_Frozen):
         runner = f", runner {self.engine.runner}" if self.engine.runner else ""
         lines = [_line("bold", f"{self.draft_name} for {self.target} on {self.engine.name} {version}{runner}")]
         if self.draft is not None:
-            state, rows = self.matrix.status, self.matrix.rows
-            said = state if state == "known-bad" else statement(state, rows)  # why, an error says
+            known_bad = self.matrix.status == "known-bad"  # why, an error says
+            said = self.matrix.status if known_bad else self.matrix.statement
             facts = f"{self.draft.method}, block {self.draft.block_size}, so K {self.draft.k}"
             lines.append(_line("", f"{facts}, {self.draft.dtype}; matrix: {said}"))
         return lines

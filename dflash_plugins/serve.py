@@ -19,7 +19,7 @@ from dflash_plugins.errors import BadInput
 from dflash_plugins.findings import Finding, Severity, errors
 from dflash_plugins.hardware import gpu_memory
 from dflash_plugins.hub import Model
-from dflash_plugins.matrix import read_matrix, status, status_finding
+from dflash_plugins.matrix import AtHand, read_matrix, standing_of
 from dflash_plugins.report import CheckReport, DraftSummary, EngineSummary, MatrixSummary, ServeReport
 from dflash_plugins.settings import SPECULATION, command_flags, flag_value, read_settings, spelled
 
@@ -103,7 +103,7 @@ def _report(
         raise BadInput(f"--k {k} and the engine's flags disagree, which ask for K = {said}: give one of the two")
     k = said if k is None else k
     found = inspect_pair(draft.folder, target.folder, k=k, engine=facts.engine, launch=launch, settings=settings)
-    matrix, tested = _tested(facts, launch, found.draft, draft.label)
+    matrix, tested = _tested(facts, launch, found.draft, pair)
     findings = [*found.findings, *tested, *(_unversioned(facts, launch) if planned else ())]
     version_from = None if launch.version is None else "installed" if launch.root else "given"
     runner = launch.runner or facts.default_runner.get(launch.platform or "")
@@ -121,20 +121,15 @@ def _report(
 
 
 def _tested(
-    facts: EngineFacts, launch: Launch, config: DraftConfig | None, name: str
+    facts: EngineFacts, launch: Launch, config: DraftConfig | None, pair: tuple[Model, Model]
 ) -> tuple[MatrixSummary, list[Finding]]:
     """What the matrix says; that a pair is untested, as most are, is no finding."""
     if config is None or (version := parse_version(launch.version or "")) is None:
-        return MatrixSummary(status="untested"), []
-    state, rows = status(
-        read_matrix().rows,
-        engine=facts.engine,
-        engine_version=version.public,
-        draft=name,
-        draft_fingerprint=config.fingerprint,
-        runner=launch.runner or facts.default_runner.get(launch.platform or ""),
-    )
-    return MatrixSummary(status=state, rows=rows), [status_finding(state, rows)] if state != "untested" else []
+        return MatrixSummary(status="untested", statement="untested"), []
+    runner = launch.runner or facts.default_runner.get(launch.platform or "")
+    found = standing_of(read_matrix().rows, AtHand(facts.engine, version.public, *pair, config.fingerprint, runner))
+    summary = MatrixSummary(status=found.status, rows=found.rows, statement=str(found))
+    return summary, [found.finding()] if found.status != "untested" else []
 
 
 def _unversioned(facts: EngineFacts, launch: Launch) -> list[Finding]:

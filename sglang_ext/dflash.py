@@ -20,7 +20,7 @@ from dflash_plugins.drafter import scale_and_cap
 from dflash_plugins.errors import DFlashPluginsError, Refused
 from dflash_plugins.findings import Finding, errors
 from dflash_plugins.loading import header_of, mark_unwritten, refuse_unwritten
-from dflash_plugins.matrix import log_status
+from dflash_plugins.matrix import AtHand, log_standing
 from dflash_plugins.pair import served_facts
 from sglang_ext.serving import Served
 
@@ -125,13 +125,8 @@ class DFlashPluginsDraftModel(DFlashDraftModel):
         from sglang import __version__ as engine_version
 
         assert self.serving is not None
-        log_status(
-            logger,
-            engine="sglang",
-            engine_version=engine_version,
-            draft=self.serving.draft_name,
-            draft_fingerprint=self.facts.fingerprint,
-        )
+        target, draft = self.serving.models
+        log_standing(logger, AtHand("sglang", engine_version, target, draft, self.facts.fingerprint))
 
     def describe(self) -> str:
         """Method, mode, K and what the block looks like, in one line."""

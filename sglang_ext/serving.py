@@ -17,6 +17,7 @@ from dflash_plugins.check import PairReport, inspect_pair, units_findings
 from dflash_plugins.config import DraftConfig, DraftReading, read_draft_config
 from dflash_plugins.errors import refuse_or_warn
 from dflash_plugins.findings import Finding, errors
+from dflash_plugins.hub import Model
 from dflash_plugins.pair import loop_mode_finding, served_prefix_lengths
 from sglang_ext.features import feature_findings
 
@@ -29,7 +30,7 @@ TOKENS_FLAG = "speculative_num_draft_tokens"
 class Served:
     """A drafter that our worker serves. ``k`` counts proposals.
 
-    For the log, ``reasons`` say why it is ours, and ``draft_name`` is what the engine calls it.
+    For the log, ``reasons`` say why it is ours, and ``models`` are target and drafter as the engine was told of them.
     """
 
     draft: DraftConfig
@@ -37,7 +38,7 @@ class Served:
     prefix_lengths: tuple[int, ...]
     reasons: tuple[str, ...]
     on_cpu: bool
-    draft_name: str = ""
+    models: tuple[Model, Model]
 
 
 def served(server_args: Any, *, warn: bool) -> Served | None:
@@ -65,7 +66,11 @@ def served(server_args: Any, *, warn: bool) -> Served | None:
     draft = reading.require()
     k = draft.k if k is None else k
     prefix_lengths, _ = served_prefix_lengths(draft, k)
-    return Served(draft, k, prefix_lengths, reasons, on_cpu, str(settings.speculative_draft_model_path))
+    models = (
+        Model.told(str(settings.model_path), settings.revision, target),
+        Model.told(str(settings.speculative_draft_model_path), settings.speculative_draft_model_revision, directory),
+    )
+    return Served(draft, k, prefix_lengths, reasons, on_cpu, models)
 
 
 def settings_of(server_args: Any) -> Any:

@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from matrix_rows import row
+from matrix_rows import PRINT_A, row
 from published import Pair, qwen3_8b, qwen38_27b_dflash2, speculators_dflash
 
 from dflash_plugins import cli, hub, serve
+from dflash_plugins.config import read_target_config
+from dflash_plugins.config_models import fingerprint
 from dflash_plugins.engines import ENGINES, Condition, Launch, engine_facts, known_flags
 from dflash_plugins.engines.limits import holds, limit_findings
 from dflash_plugins.errors import BadInput
@@ -317,18 +319,20 @@ def test_settings_in_the_kind_the_engine_takes(given, expected):
 
 
 @pytest.mark.parametrize(
-    ("same", "result", "status", "code", "words"),
+    ("ran", "result", "status", "code", "words"),
     [
-        (True, "passed", "tested", 0, "at least 1.44 emitted per round"),
-        (True, "failed", "known-bad", 1, "known-bad: r1 (it broke)"),
-        (False, "passed", "untested", 0, "another revision"),
+        ("this", "passed", "tested", 0, "at least 1.44 emitted per round"),
+        ("this", "failed", "known-bad", 1, "known-bad: r1 (it broke)"),
+        ("another drafter", "passed", "untested", 0, "r1 ran another revision of this drafter"),
+        ("another target", "passed", "untested", 0, "r1 ran another target"),
     ],
 )
-def test_the_matrix_is_asked(monkeypatch, capsys, tmp_path, same, result, status, code, words):
+def test_the_matrix_is_asked(monkeypatch, capsys, tmp_path, ran, result, status, code, words):
     pair = qwen38_27b_dflash2()
     given = arguments(pair, tmp_path / "p", "--engine-version", "0.31.0+cpu", "--set", "runner=v1")
-    print_of = document(capsys, given)["draft"]["fingerprint"]
-    known = {"draft__fingerprint": print_of} if same else {"draft__name": given[6]}
+    draft, target = document(capsys, given)["draft"]["fingerprint"], fingerprint(read_target_config(Path(given[4])))
+    known = {"draft__name": given[6], "draft__fingerprint": draft, "target__fingerprint": target}
+    known |= {"this": {}, "another drafter": {"draft__fingerprint": PRINT_A}}.get(ran, {"target__fingerprint": PRINT_A})
     monkeypatch.setattr(serve, "read_matrix", lambda: Matrix(rows=(row(result=result, **known),)))
     before = cli.main(given)
     assert words in " ".join(capsys.readouterr().out.split())

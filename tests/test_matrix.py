@@ -7,14 +7,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny
+import torch
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from matrix_rows import PRINT_A, PRINT_B, document, results, row, rows
+from safetensors.torch import save_file
 
+from dflash_plugins.config import read_target_config
+from dflash_plugins.config_models import fingerprint
 from dflash_plugins.errors import BadInput
 from dflash_plugins.findings import Severity
-from dflash_plugins.matrix import book, log_status, read_matrix, standing, status, status_finding
+from dflash_plugins.hub import Model
+from dflash_plugins.matrix import AtHand, Standing, book, log_standing, read_matrix, standing_of
 from dflash_plugins.matrix.rows import MatrixRow, acceptance_floor, schema_text
 from dflash_plugins.matrix.table import SCHEMA, with_table
 
@@ -121,16 +127,58 @@ def test_the_floor_is_nine_tenths(emitted, expected):
 # -- what it says
 
 
-def said(*known: MatrixRow, version: str = "0.31.0", fingerprint: str = PRINT_A, runner: str | None = None):
-    asked = {"engine": "vllm", "engine_version": version, "draft": "org/drafter", "draft_fingerprint": fingerprint}
-    state, by = status(known, **asked, runner=runner)
-    return state, [one.id for one in by]
+TARGET, DRAFT = (Model(name, Path("nowhere")) for name in ("org/target", "org/drafter"))
+
+
+def at_hand(
+    version: str = "0.31.0",
+    fingerprint: str = PRINT_A,
+    runner: str | None = None,
+    target: Model = TARGET,
+    draft: Model = DRAFT,
+) -> AtHand:
+    return AtHand("vllm", version, target, draft, fingerprint, runner)
+
+
+def said(*known: MatrixRow, **here: Any):
+    found = standing_of(known, at_hand(**here))
+    return found.status, [one.id for one in found.rows]
 
 
 def test_f05_another_revision_is_not_tested():
     assert said(row()) == ("tested", ["r1"])
     assert said(row(), fingerprint=PRINT_B) == ("untested", ["r1"])
-    assert "another revision" in standing.statement("untested", (row(),))
+    assert "r1 ran another revision" in str(standing_of([row()], at_hand(fingerprint=PRINT_B)))
+
+
+def test_another_target_is_not_tested(tmp_path):
+    folder = tiny.write_target(tmp_path / "target")
+    known = row(target__fingerprint=fingerprint(read_target_config(folder)))
+    assert said(known, target=Model("org/target", folder)) == ("tested", ["r1"])
+    assert said(row(), target=Model("org/target", folder)) == ("untested", ["r1"])
+    assert "r1 ran another target" in str(standing_of([row()], at_hand(target=Model("org/target", folder))))
+
+
+@pytest.mark.parametrize("part", ["target", "draft"])
+def test_other_weights_under_the_same_description_are_not_tested(tmp_path, part):
+    weights = {"x": torch.zeros(3)}
+    save_file(weights, tmp_path / "model.safetensors")
+    local = Model(str(tmp_path), tmp_path)
+    same = row(**{f"{part}__revision": local.weights})
+    assert said(same, **{part: local}) == ("tested", ["r1"])
+    save_file(weights | {"x": torch.ones(3)}, tmp_path / "model.safetensors")
+    other = Model(str(tmp_path), tmp_path)
+    assert said(same, **{part: other}) == ("untested", ["r1"])
+    kind = {"target": "target", "draft": "drafter"}[part]
+    assert f"r1 ran other weights of this {kind}" in str(standing_of([same], at_hand(**{part: other})))
+
+
+def test_commits_are_compared_with_commits_only():
+    here = Model.told("org/drafter", "a" * 40)
+    assert said(row(draft__revision="a" * 40), draft=here) == ("tested", ["r1"])
+    assert said(row(draft__revision="b" * 40), draft=here) == ("untested", ["r1"])
+    assert said(row(draft__revision="weights-0123456789abcdef"), draft=here) == ("tested", ["r1"])
+    assert said(row(draft__revision="b" * 40), draft=Model.told("org/drafter", "main")) == ("tested", ["r1"])
 
 
 def test_other_versions_runners_and_failures():
@@ -143,21 +191,20 @@ def test_other_versions_runners_and_failures():
 
 
 def test_status_as_a_finding():
-    tested = status_finding("tested", (row(), row("r2", results=results(1.2))))
+    tested = Standing("tested", (row(), row("r2", results=results(1.2)))).finding()
     assert tested.severity is Severity.INFO
     assert "at least 1.08 emitted per round" in tested.message
     assert row().command in tested.mend
-    assert status_finding("untested", ()).severity is Severity.WARNING
-    bad = status_finding("known-bad", (row(result="failed"),))
+    assert Standing("untested").finding().severity is Severity.WARNING
+    bad = Standing("known-bad", (row(result="failed"),)).finding()
     assert (bad.severity, bad.message) == (Severity.ERROR, "known-bad: r1 (it broke)")
 
 
 @pytest.mark.parametrize(("result", "level", "words"), [("passed", 20, "at least 1.44"), ("failed", 30, "it broke")])
 def test_a_start_says_what_the_matrix_says(monkeypatch, caplog, result, level, words):
-    asked = {"engine": "vllm", "engine_version": "0.31.0", "draft": "d", "draft_fingerprint": PRINT_A}
-    monkeypatch.setattr(standing, "read_matrix", lambda: book.Matrix(rows=(row(result=result),)))
+    monkeypatch.setattr("dflash_plugins.matrix.standing.read_matrix", lambda: book.Matrix(rows=(row(result=result),)))
     with caplog.at_level(logging.INFO):
-        log_status(logging.getLogger("x"), **asked)
+        log_standing(logging.getLogger("x"), at_hand())
     (record,) = caplog.records
     assert (record.levelno, words in record.getMessage()) == (level, True)
 
@@ -166,6 +213,6 @@ def test_a_start_survives_a_matrix_that_cannot_be_read(monkeypatch, caplog):
     def broken():
         raise BadInput("no matrix")
 
-    monkeypatch.setattr(standing, "read_matrix", broken)
-    log_status(logging.getLogger("x"), engine="vllm", engine_version="0", draft="d", draft_fingerprint=PRINT_A)
+    monkeypatch.setattr("dflash_plugins.matrix.standing.read_matrix", broken)
+    log_standing(logging.getLogger("x"), at_hand())
     assert "no matrix" in caplog.text

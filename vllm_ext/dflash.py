@@ -27,8 +27,9 @@ from dflash_plugins.config import DraftConfig, TargetConfig, read_draft_config
 from dflash_plugins.errors import DFlashPluginsError, Refused, refuse_or_warn
 from dflash_plugins.findings import Finding, errors
 from dflash_plugins.hooks import refuse_drift
+from dflash_plugins.hub import Model
 from dflash_plugins.loading import header_of, mark_unwritten, refuse_unwritten
-from dflash_plugins.matrix import log_status
+from dflash_plugins.matrix import AtHand, log_standing
 from dflash_plugins.pair import (
     k_findings,
     loop_mode_finding,
@@ -83,7 +84,8 @@ class DFlashPluginsDraftModel(DFlashQwen3ForCausalLM):
         self.model_cls = ConvolvedDraftModel if draft_config.conv else DraftModel
         super().__init__(vllm_config=vllm_config, prefix=prefix)
         self.draft_config = draft_config
-        self.draft_name = str(_speculation(vllm_config).draft_model_config.model)
+        configs = vllm_config.model_config, _speculation(vllm_config).draft_model_config
+        self.models = [Model.told(str(config.model), config.revision) for config in configs]
         self.runner_name = "v2" if vllm_config.use_v2_model_runner else "v1"
         self.target = target_facts(vllm_config.model_config)
         self.num_proposals = _speculation(vllm_config).num_speculative_tokens
@@ -173,14 +175,9 @@ class DFlashPluginsDraftModel(DFlashQwen3ForCausalLM):
     def _log_matrix(self) -> None:
         from vllm import __version__ as engine_version
 
-        log_status(
-            logger,
-            engine="vllm",
-            engine_version=engine_version,
-            draft=self.draft_name,
-            draft_fingerprint=self.draft_config.fingerprint,
-            runner=self.runner_name,
-        )
+        target, draft = self.models
+        print_of_draft = self.draft_config.fingerprint
+        log_standing(logger, AtHand("vllm", engine_version, target, draft, print_of_draft, self.runner_name))
 
     def facts(self) -> str:
         """Method, mode, K, what the block looks like and what was mended, in one line."""

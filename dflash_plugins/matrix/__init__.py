@@ -11,6 +11,15 @@ table.py      the rows for people
 
 from dflash_plugins.matrix.book import read_matrix
 from dflash_plugins.matrix.rows import Matrix, MatrixRow
-from dflash_plugins.matrix.standing import Status, log_status, statement, status, status_finding
+from dflash_plugins.matrix.standing import AtHand, Standing, Status, log_standing, standing_of
 
-__all__ = ["Matrix", "MatrixRow", "Status", "log_status", "read_matrix", "statement", "status", "status_finding"]
+__all__ = [
+    "AtHand",
+    "Matrix",
+    "MatrixRow",
+    "Standing",
+    "Status",
+    "log_standing",
+    "read_matrix",
+    "standing_of",
+]

@@ -40,7 +40,6 @@ from dflash_plugins.matrix.rows import (
     acceptance_floor,
 )
 from dflash_plugins.pairs import TARGETS, load_prompts
-from dflash_plugins.pairs.difference import sha256
 from dflash_plugins.report import CheckReport
 
 DTYPE = "float32"
@@ -142,7 +141,7 @@ def target_row(model: Model) -> RowModel:
     method = quantised.get("quant_method") if isinstance(quantised, dict) else None
     return RowModel(
         name=model.label,
-        revision=model.revision or weights(model.folder),
+        revision=model.weights,
         quantisation=embedded.note.partition(":")[0] if embedded else method,
         fingerprint=fingerprint(config),
         dtype=config.dtype,
@@ -153,18 +152,10 @@ def draft_row(model: Model, config: DraftConfig, check: CheckReport) -> RowModel
     """A drafter; ours are never quantised, and check refuses those that are."""
     return RowModel(
         name=model.label,
-        revision=model.revision or weights(model.folder),
+        revision=model.weights,
         fingerprint=config.fingerprint,
         dtype=None if check.draft is None else check.draft.dtype,
     )
-
-
-def weights(folder: Path) -> str | None:
-    """``weights-`` and a hash of the tensor files' names and contents; None where there are none."""
-    digest, files = hashlib.sha256(), sorted(folder.glob("*.safetensors"))
-    for path in files:
-        digest.update(f"{path.name} {sha256(path)}\n".encode())
-    return f"weights-{digest.hexdigest()[:16]}" if files else None
 
 
 def launch_row(
