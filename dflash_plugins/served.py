@@ -52,10 +52,9 @@ def loop_findings(f: Facts) -> list[Finding]:
 
 
 def _plugin(f: Facts) -> Iterator[Hit]:
-    name = f.draft.get("architecture")
-    plugin = any(a.plugin and a.name == name for a in f.engine.architectures) if f.engine else False
-    if f.engine and plugin and f.launch.root is None:
-        yield Hit("architectures", name, {"title": f.engine.title})
+    known = f.engine.architecture(f.draft.get("architecture")) if f.engine else None
+    if f.engine and known and known.plugin and f.launch.root is None:
+        yield Hit("architectures", known.name, {"title": f.engine.title})
 
 
 def _positions(f: Facts) -> Iterator[Hit]:

@@ -178,6 +178,10 @@ class EngineFacts(_Data):
         """The value of ``tokens_flag`` for K proposals: K in vLLM, the whole block in SGLang."""
         return k + self.tokens_beyond_k
 
+    def architecture(self, name: str | None) -> Architecture | None:
+        """The architecture of this name, by itself or through our plugin; None where it is not known here."""
+        return next((one for one in self.architectures if one.name == name), None)
+
 
 class Foreign(_Data):
     """An architecture that is not ours, known by name; ``served_by`` lists engine versions seen serving it.

@@ -43,11 +43,10 @@ def _unparsed(version: str | None) -> list[Finding]:
 
 
 def _architecture_findings(facts: Facts, version: Version | None) -> list[Finding]:
-    by_name = {} if facts.engine is None else {a.name: a for a in facts.engine.architectures}
-    known = by_name.get(facts.draft.get("architecture") or "")
+    known = facts.engine.architecture(facts.draft.get("architecture")) if facts.engine else None
     if known is None or facts.engine is None:
         return []
-    base, title = by_name[known.needs or known.name], facts.engine.title
+    base, title = facts.engine.architecture(known.needs) or known, facts.engine.title
     there = _present(base, facts, version)
     if there is True or (there is None and version is None):
         return _plugin_findings(known, title, facts.launch.version, version)
