@@ -58,12 +58,16 @@ def _plugin(f: Facts) -> Iterator[Hit]:
 
 
 def _positions(f: Facts) -> Iterator[Hit]:
-    """An explicit length counts, else the target's own."""
-    most = f.draft.get("max_position_embeddings")
+    """An explicit length counts, else the target's own; vLLM can be told a limit of the drafter's, too."""
     served = f.setting("max_model_len") or (f.target.max_position_embeddings if f.target else None)
-    if f.engine and most is not None and served is not None and served > most:
-        key = f.origins.get("max_position_embeddings", "max_position_embeddings")
-        yield Hit(key, most, {"served": served, "flag": f.spelled("max_model_len")})
+    if f.engine is None or served is None:
+        return
+    trained, given = f.draft.get("max_position_embeddings"), f.setting("draft_max_model_len")
+    limits = {f.origins.get("max_position_embeddings", "max_position_embeddings"): trained}
+    limits |= {} if given is None else {f.spelled("draft_max_model_len"): given}
+    for key, most in limits.items():
+        if most is not None and served > most:
+            yield Hit(key, most, {"served": served, "flag": f.spelled("max_model_len")})
 
 
 def _rows(f: Facts) -> tuple[int, int, int] | None:

@@ -171,6 +171,7 @@ _set("vllm-heterogeneous-vocabulary", ERROR, speculative_config__use_heterogeneo
 _set("vllm-draft-quantised", WARNING, speculative_config__quantization="fp8")
 _set("vllm-misplaced-ranks", ERROR, speculative_config__tensor_parallel_size=2, words="draft_tensor_parallel_size")
 _set("vllm-kv-connector", WARNING, kv_transfer_config='{"kv_connector": "X"}')
+_set("positions-served", WARNING, speculative_config__max_model_len=4096, words="262144")
 _set("setting-unknown", WARNING, max_model_length=4096, words="max_model_len")
 _set("setting-type", ERROR, max_num_seqs="many")
 _set("setting-twice", ERROR, "tensor_parallel_size", tensor_parallel_size=2, tp=4)

@@ -140,6 +140,7 @@ def test_three_faults_at_once_are_all_found(tmp_path: Path) -> None:
         ({"speculative_draft_window_size": 4}, "draft-window", "error"),
         ({"speculative_draft_attention_backend": "torch_flex"}, "attention-backend", "warning"),
         ({"quantization": "fp8"}, "sglang-draft-quantised-too", "warning"),
+        ({"speculative_draft_model_quantization": "fp8"}, "sglang-draft-quantised", "warning"),
         ({"mamba_radix_cache_strategy": "no_buffer"}, "sglang-hybrid-no-buffer", "error"),
         ({"context_length": 524288}, "positions-served", "warning"),
         ({"enable_deterministic_inference": True}, "sglang-deterministic", "warning"),
@@ -160,6 +161,7 @@ def test_what_sglang_is_asked_for(tmp_path: Path, settings: dict[str, object], c
     ("settings", "lost"),
     [
         ({"quantization": "fp8", "speculative_draft_model_quantization": "unquant"}, "sglang-draft-quantised-too"),
+        ({"speculative_draft_model_quantization": "unquant"}, "sglang-draft-quantised"),
         ({"mamba_radix_cache_strategy": "no_buffer", "disable_radix_cache": True}, "sglang-hybrid-no-buffer"),
         ({"speculative_accept_threshold_single": 1.0}, "sglang-accept-threshold-single"),
         ({"speculative_num_draft_tokens": 8}, "units-other-engine"),
