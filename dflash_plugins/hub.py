@@ -54,6 +54,10 @@ class Model:
         commit = revision if re.fullmatch(r"[0-9a-f]{40}", revision or "") else None
         return cls(name, Path(name) if folder is None else folder, commit)
 
+    def files(self) -> list[Path]:
+        """Its tensor files."""
+        return sorted(self.folder.glob("*.safetensors"))
+
     @cached_property
     def weights(self) -> str | None:
         """What says which weights these are: the commit, or ``weights-`` and a hash of the tensor files' contents.
@@ -62,7 +66,7 @@ class Model:
         """
         if self.revision is not None:
             return self.revision
-        files = sorted(self.folder.glob("*.safetensors"))
+        files = self.files()
         if not files or headers_only(self.folder):
             return None
         digest = hashlib.sha256()

@@ -160,7 +160,7 @@ def test_another_target_is_not_tested(tmp_path):
 
 
 @pytest.mark.parametrize("part", ["target", "draft"])
-def test_other_weights_under_the_same_description_are_not_tested(tmp_path, part):
+def test_other_weights_under_the_same_description_are_not_tested(tmp_path, monkeypatch, part):
     weights = {"x": torch.zeros(3)}
     save_file(weights, tmp_path / "model.safetensors")
     local = Model(str(tmp_path), tmp_path)
@@ -169,6 +169,9 @@ def test_other_weights_under_the_same_description_are_not_tested(tmp_path, part)
     save_file(weights | {"x": torch.ones(3)}, tmp_path / "model.safetensors")
     other = Model(str(tmp_path), tmp_path)
     assert said(same, **{part: other}) == ("untested", ["r1"])
+    monkeypatch.setattr("dflash_plugins.matrix.standing._READ_AT_MOST", 10)
+    assert said(same, **{part: other}) == ("tested", ["r1"])  # too large to be read for a check
+    monkeypatch.undo()
     kind = {"target": "target", "draft": "drafter"}[part]
     assert f"r1 ran other weights of this {kind}" in str(standing_of([same], at_hand(**{part: other})))
 

@@ -18,6 +18,8 @@ from dflash_plugins.matrix.book import read_matrix
 from dflash_plugins.matrix.rows import MatrixRow, RowModel
 
 _NAMED = 3
+_READ_AT_MOST = 1 << 30
+"""Bytes of tensor files that are hashed to compare them with a row's: half a second."""
 
 Status = Literal["tested", "untested", "known-bad"]
 
@@ -56,10 +58,11 @@ class AtHand:
 
 
 def _other_weights(model: Model, ran: RowModel) -> bool:
-    """A commit and a hash of files cannot be compared; files are read only where the row has their hash."""
+    """A commit and a hash cannot be compared; files are read only where the row has their hash, and if small."""
     if ran.revision is None or ran.revision.startswith(HASHED) != (model.revision is None):
         return False
-    return model.weights not in (None, ran.revision)
+    large = model.revision is None and sum(file.stat().st_size for file in model.files()) > _READ_AT_MOST
+    return not large and model.weights not in (None, ran.revision)
 
 
 class Standing(NamedTuple):
