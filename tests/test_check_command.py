@@ -271,6 +271,8 @@ def test_every_limit_can_hold_and_every_flag_is_known(engine):
         assert limit.source, limit.id
         assert limit.when.model_dump(exclude_defaults=True), limit.id
         assert set(limit.when.settings) <= set(about.flags), limit.id
+    for one in about.architectures:
+        assert one.needs is None or about.architecture(one.needs), one.name
     known = known_flags(engine)
     for name, flag in about.flags.items():
         first = flag.names[0].partition(".")[0]
