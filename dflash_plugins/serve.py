@@ -82,7 +82,7 @@ def check(
     k, fields = _report(facts, (target, draft), k, settings, launch, planned=True)
     arguments, speculation = command_flags(facts, read_settings(facts, settings)[0])
     python, server = (sys.executable, _server(facts)) if launch.root else ("python", _elsewhere(facts, launch))
-    command = [*_runner_variable(launch), python, "-m", server.module, *server.arguments]
+    command = [*_variables(facts, launch), python, "-m", server.module, *server.arguments]
     command += [*_pair_flags(facts, (target, draft), k, speculation), *arguments]
     return CheckReport(**fields, launch=() if fields["verdict"] == "refused" else tuple(command))
 
@@ -104,7 +104,7 @@ def _report(
     k = said if k is None else k
     found = inspect_pair(draft.folder, target.folder, k=k, engine=facts.engine, launch=launch, settings=settings)
     matrix, tested = _tested(facts, launch, found.draft, pair)
-    findings = [*found.findings, *tested, *(_unversioned(facts, launch) if planned else ())]
+    findings = [*found.findings, *tested, *(_unversioned if planned else _unset)(facts, launch)]
     version_from = None if launch.version is None else "installed" if launch.root else "given"
     runner = launch.runner or facts.default_runner.get(launch.platform or "")
     about = {"version": launch.version, "version_from": version_from, "platform": launch.platform, "runner": runner}
@@ -186,8 +186,20 @@ def _elsewhere(facts: EngineFacts, launch: Launch) -> Server:
     return next(one for one in facts.servers if one.needs is None or launch.platform != "cpu")
 
 
-def _runner_variable(launch: Launch) -> list[str]:
-    return [] if launch.runner is None else ["env", f"{RUNNER_VARIABLE}={int(launch.runner == 'v2')}"]
+def _variables(facts: EngineFacts, launch: Launch) -> list[str]:
+    """The beginning of a command line that needs something in its environment."""
+    found = dict(facts.variables.get(launch.platform or "", {}))
+    found |= {} if launch.runner is None else {RUNNER_VARIABLE: str(int(launch.runner == "v2"))}
+    return ["env", *(f"{name}={value}" for name, value in found.items())] if found else []
+
+
+def _unset(facts: EngineFacts, launch: Launch) -> list[Finding]:
+    """What an engine that is about to start here would look for in its environment, and end without."""
+    wanted = facts.variables.get(launch.platform or "", {}) if launch.root else {}
+    missing = {name: value for name, value in wanted.items() if name not in os.environ}
+    mend = f"export {' '.join(f'{name}={value}' for name, value in missing.items())}"
+    message = f"is not set in the environment, and {facts.title} on a {launch.platform} ends without it while it loads"
+    return [Finding.error("environment", name, None, message, mend) for name in missing]
 
 
 def _pair_flags(

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from dflash_plugins.driver import Completion, Counters, EngineConfig, Generated, Hello, Sampling
+from dflash_plugins.engines import engine_facts
 from dflash_plugins.worker import Channel, encode_messages, run
 
 Logits = tuple[tuple[tuple[int, float], ...], ...]
@@ -21,8 +22,6 @@ Logits = tuple[tuple[tuple[int, float], ...], ...]
 
 # On a CPU the cache holds at most so many tokens; requests beyond wait in the engine's queue.
 CPU_POOL_TOKENS = 32768
-# What SGLang needs to be told before its import, where there is no accelerator.
-ON_CPU = {"SGLANG_USE_CPU_ENGINE": "1", "TORCHDYNAMO_DISABLE": "1"}
 # Logits are put together from a hidden state and rows of the head. The engine rounds them to its dtype, in bfloat16 by
 # at most 1/4 up to 64; a head of another form is further off, or not by the same for every token.
 HEAD_TOLERANCE = 0.5
@@ -159,7 +158,7 @@ def prepare_environment() -> bool:
 
     if torch.accelerator.is_available():
         return False
-    for name, value in ON_CPU.items():
+    for name, value in engine_facts("sglang").variables["cpu"].items():
         os.environ.setdefault(name, value)
     return True
 

@@ -13,6 +13,7 @@ import tiny
 from dflash_plugins import cli, serve
 from dflash_plugins.engines import ENGINES, engine_facts
 from dflash_plugins.errors import BadInput
+from dflash_plugins.hub import Model
 
 
 @pytest.fixture(scope="module")
@@ -111,6 +112,28 @@ def test_the_runner_is_the_one_the_environment_asks_for(monkeypatch, tmp_path, v
         monkeypatch.setenv(serve.RUNNER_VARIABLE, value)
     assert serve.launch_of(engine_facts("vllm"), None, {}).runner == runner
     assert serve.launch_of(engine_facts("sglang"), None, {}).runner is None
+
+
+def test_what_sglang_needs_in_its_environment_on_a_cpu(pair, monkeypatch, tmp_path):
+    """Without it the server ends a minute later, asking for a module of vLLM."""
+    monkeypatch.setattr(serve, "_package", lambda facts: tmp_path)
+    monkeypatch.setattr(serve, "version", lambda name: "0.5.21")
+    wanted = engine_facts("sglang").variables["cpu"]
+    for name in wanted:
+        monkeypatch.delenv(name, raising=False)
+
+    def missing(*flags):
+        return [one.key for one in serve.plan("sglang", *pair, k=3, flags=flags).findings if one.code == "environment"]
+
+    assert missing("--device", "cpu") == [*wanted]
+    assert missing() == []
+    target, draft = (Model(str(folder), folder) for folder in pair)
+    planned = serve.check("sglang", target, draft, settings={"device": "cpu"})
+    assert "environment" not in {one.code for one in planned.findings}
+    assert planned.launch[:3] == ("env", *(f"{name}={value}" for name, value in wanted.items()))
+    for name, value in wanted.items():
+        monkeypatch.setenv(name, value)
+    assert missing("--device", "cpu") == []
 
 
 @pytest.mark.parametrize("engine", ENGINES)

@@ -166,6 +166,7 @@ class EngineFacts(_Data):
     tokens_aliases: tuple[str, ...] = ()
     tokens_beyond_k: int
     default_runner: Mapping[str, str]
+    variables: Mapping[str, Mapping[str, str]] = {}
     flags: Mapping[str, Flag]
     negated_flags: bool
     computes: Mapping[str, str]
