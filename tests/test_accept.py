@@ -203,6 +203,15 @@ def test_every_row_of_the_matrix_is_a_cell(accept, monkeypatch, tmp_path, reposi
     (cell,) = accept.matrix_cells()
     assert (cell.name, cell.environment) == ("matrix-sglang-0.5.21-dloop-greedy", "core")
     assert cell.command.endswith("matrix run --compare --json --row sglang-0.5.21-dloop-greedy")
-    assert cell.faults({"runs": [{"faults": []}]}) == []
-    assert cell.faults({"runs": [{"faults": ["below the floor"]}]}) == ["below the floor"]
-    assert cell.faults({"runs": []}) != []
+    assert cell.faults is accept.matrix_faults
+
+
+@pytest.mark.parametrize(
+    ("faults", "numerical", "found"), [((), 1, 0), (("the floor is 1.44",), 1, 1), ((), 2, 1), (("lossy",), 3, 2)]
+)
+def test_what_a_rerun_of_a_row_must_say(accept, faults, numerical, found):
+    proof = {"tokens": 3800, "ties": 0, "numerical": numerical}
+    run = {"id": "r1", "faults": list(faults), "row": {"results": {"proof": proof}}}
+    assert len(accept.matrix_faults({"runs": [run]})) == found
+    assert accept.matrix_faults({"runs": [run | {"row": None}]}) == list(faults)
+    assert accept.matrix_faults({"runs": []}) == ["no run"]
