@@ -72,7 +72,8 @@ class Pair(_Record):
 class Place(_Record):
     """Where cells run: the file of pins, the engine as it has to be there, and what brings its runner to this machine.
 
-    ``script`` is a path in the checkout; None: the package itself runs the cell.
+    ``script`` is a path in the checkout; None: the package itself runs the cell. ``speed``: whether one measured there
+    says anything.
     """
 
     environment: str
@@ -82,6 +83,7 @@ class Place(_Record):
     evidence: Evidence
     pair: str
     script: str | None = None
+    speed: bool = True
 
 
 class Cell(_Record):
@@ -102,7 +104,7 @@ class Cell(_Record):
     @property
     def speed(self) -> Speed | None:
         """What ``bench`` is asked for, if anything."""
-        return self.pair.speed if self.decoding == "greedy" else None
+        return self.pair.speed if self.decoding == "greedy" and self.place.speed else None
 
     def without_speed(self) -> Cell:
         """The same cell, proven only."""
