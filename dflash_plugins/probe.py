@@ -105,8 +105,12 @@ def address_of(engine: str, given: Mapping[str, Any]) -> Address:
 
 
 def floor_of(matrix: MatrixSummary, k: int | None) -> float | None:
-    """Least acceptance floor of a tested pair's rows that were run with ``k`` proposals; None where there are none."""
-    return least_floor(row for row in matrix.rows if row.launch.k == k) if matrix.status == "tested" else None
+    """Least acceptance floor of a tested pair's rows that were run with ``k`` proposals; None where there are none.
+
+    The probe is greedy, so rows that were count alone where there are some: sampled ones accept less.
+    """
+    rows = [row for row in matrix.rows if row.launch.k == k] if matrix.status == "tested" else []
+    return least_floor([row for row in rows if row.launch.decoding == "greedy"] or rows)
 
 
 def judge(counters: Counters, floor: float | None) -> ProbeResult:

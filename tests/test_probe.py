@@ -240,6 +240,9 @@ def test_the_floor_is_the_least_of_the_rows_of_a_tested_pair_with_this_k():
         for n, (k, emitted) in enumerate(((3, 2.0), (3, 1.5), (7, 1.2)))
     )
     assert probe.floor_of(MatrixSummary(status="tested", rows=rows), 3) == 1.35
+    sampled = row("r3", launch__decoding="sampled", launch__temperature=1.0, results=results(1.4))
+    assert probe.floor_of(MatrixSummary(status="tested", rows=(sampled,)), 7) == 1.26
+    assert probe.floor_of(MatrixSummary(status="tested", rows=(*rows, sampled)), 7) == 1.08  # of the greedy one
     assert probe.floor_of(MatrixSummary(status="tested", rows=rows), 5) is None
     assert probe.floor_of(MatrixSummary(status="untested", rows=rows), 3) is None  # of another revision
 

@@ -95,7 +95,7 @@ def show(rows: Sequence[MatrixRow], cells: Iterable[Cell], identities: Sequence[
         raise BadInput(f"neither a row nor a planned cell: {', '.join(unknown)}")
     wanted = set(identities)
     return ShowReport(
-        rows=tuple(row for row in rows if not wanted or row.id in wanted),
+        rows=tuple(row for row in sorted(rows, key=_place) if not wanted or row.id in wanted),
         cells=tuple(CellSummary.of(cell) for cell in missing if not wanted or cell.id in wanted),
     )
 
@@ -135,9 +135,15 @@ def verdict(row: MatrixRow) -> str:
         return "FAILED"
     proof, test = row.results.proof, row.results.sampling
     if test is not None:
-        return f"same law (p = {test.p:.2f}, TV from {test.smallest_detectable_tv:.2f} would show)"
+        return f"same law (p = {test.p:.2g}, TV from {test.smallest_detectable_tv:.2f} would show)"
     rounding = proof.ties + proof.numerical
     return f"same ids in {proof.tokens} tokens" + (f" but for {rounding} ties" if rounding else "")
+
+
+def _place(row: MatrixRow) -> tuple[str, ...]:
+    """Rows of an engine stand together, whenever they were run."""
+    engine, launch = row.engine, row.launch
+    return (engine.name, engine.version, engine.runner or "", launch.method, launch.decoding, row.id)
 
 
 def markdown(rows: Sequence[MatrixRow]) -> str:
@@ -145,7 +151,7 @@ def markdown(rows: Sequence[MatrixRow]) -> str:
     if not rows:
         return "No row yet.\n"
     rules = ["---:" if name in _NUMBERS else "---" for name in HEAD]
-    lines = [HEAD, rules, *(line(row) for row in rows)]
+    lines = [HEAD, rules, *(line(row) for row in sorted(rows, key=_place))]
     return "".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in one)} |\n" for one in lines)
 
 
