@@ -67,13 +67,18 @@ def mutate(data: st.DataObject, raw: dict[str, Any]) -> None:
         raw.pop("rope_theta", None)
         raw[data.draw(st.sampled_from(["rope_parameters", "rope_scaling"]))] = data.draw(ROPE)
     elif kind == "add":
-        holder[data.draw(st.sampled_from(KEYS) | st.text(max_size=5))] = data.draw(JSON)
+        holder[data.draw(st.sampled_from(KEYS) | st.text(max_size=5))] = drawn(data)
     elif holder:
         key = data.draw(st.sampled_from(sorted(holder)))
         if kind == "delete":
             del holder[key]
         else:
-            holder[key] = data.draw(JSON)
+            holder[key] = drawn(data)
+
+
+def drawn(data: st.DataObject) -> Any:
+    """A value of its own: what is sampled is one object for all examples, and may become a holder itself."""
+    return copy.deepcopy(data.draw(JSON))
 
 
 @pytest.fixture(scope="module")
