@@ -198,7 +198,9 @@ def _unset(facts: EngineFacts, launch: Launch) -> list[Finding]:
     wanted = facts.variables.get(launch.platform or "", {}) if launch.root else {}
     missing = {name: value for name, value in wanted.items() if name not in os.environ}
     mend = f"export {' '.join(f'{name}={value}' for name, value in missing.items())}"
-    message = f"is not set in the environment, and {facts.title} on a {launch.platform} ends without it while it loads"
+    message = (
+        f"is not set in the environment, without which {facts.title} may end while it loads on a {launch.platform}"
+    )
     return [Finding.error("environment", name, None, message, mend) for name in missing]
 
 

@@ -158,8 +158,7 @@ def prepare_environment() -> bool:
 
     if torch.accelerator.is_available():
         return False
-    # Compiling DFlash 2 takes half a minute, for nothing here.
-    for name, value in {**engine_facts("sglang").variables["cpu"], "TORCHDYNAMO_DISABLE": "1"}.items():
+    for name, value in engine_facts("sglang").variables["cpu"].items():
         os.environ.setdefault(name, value)
     return True
 
