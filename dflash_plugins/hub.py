@@ -62,7 +62,7 @@ class Model:
     def weights(self) -> str | None:
         """What says which weights these are: the commit, or ``weights-`` and a hash of the tensor files' contents.
 
-        None where there is neither. Files are read whole: about a second per GB.
+        None where there is neither. Files are read whole: one to two seconds per GB.
         """
         if self.revision is not None:
             return self.revision

@@ -19,7 +19,7 @@ from dflash_plugins.errors import BadInput
 from dflash_plugins.findings import Finding, Severity, errors
 from dflash_plugins.hardware import gpu_memory
 from dflash_plugins.hub import Model
-from dflash_plugins.matrix import AtHand, read_matrix, standing_of
+from dflash_plugins.matrix import AtHand, Standing, read_matrix, standing_of
 from dflash_plugins.report import CheckReport, DraftSummary, EngineSummary, MatrixSummary, ServeReport
 from dflash_plugins.settings import SPECULATION, command_flags, flag_value, read_settings, spelled
 
@@ -103,10 +103,12 @@ def _report(
         raise BadInput(f"--k {k} and the engine's flags disagree, which ask for K = {said}: give one of the two")
     k = said if k is None else k
     found = inspect_pair(draft.folder, target.folder, k=k, engine=facts.engine, launch=launch, settings=settings)
-    matrix, tested = _tested(facts, launch, found.draft, pair)
+    runner = launch.runner or facts.default_runner.get(launch.platform or "")
+    matrix = _standing(facts, launch, found.draft, pair, runner)
+    # That a pair is untested, as most are, is no finding.
+    tested = [] if matrix.status == "untested" else [matrix.finding()]
     findings = [*found.findings, *tested, *(_unversioned if planned else _unset)(facts, launch)]
     version_from = None if launch.version is None else "installed" if launch.root else "given"
-    runner = launch.runner or facts.default_runner.get(launch.platform or "")
     about = {"version": launch.version, "version_from": version_from, "platform": launch.platform, "runner": runner}
     trained = None if found.block_size is None else found.block_size - 1
     return trained if k is None else k, {
@@ -116,20 +118,17 @@ def _report(
         "verdict": "refused" if errors(findings) else "engine-alone" if found.alone else "ok",
         "findings": tuple(sorted(findings, key=lambda f: list(Severity).index(f.severity))),
         "draft": None if found.draft is None else DraftSummary.of(found.draft, found.dtype),
-        "matrix": matrix,
+        "matrix": MatrixSummary(status=matrix.status, rows=matrix.rows, statement=str(matrix)),
     }
 
 
-def _tested(
-    facts: EngineFacts, launch: Launch, config: DraftConfig | None, pair: tuple[Model, Model]
-) -> tuple[MatrixSummary, list[Finding]]:
-    """What the matrix says; that a pair is untested, as most are, is no finding."""
+def _standing(
+    facts: EngineFacts, launch: Launch, config: DraftConfig | None, pair: tuple[Model, Model], runner: str | None
+) -> Standing:
+    """What the matrix says."""
     if config is None or (version := parse_version(launch.version or "")) is None:
-        return MatrixSummary(status="untested", statement="untested"), []
-    runner = launch.runner or facts.default_runner.get(launch.platform or "")
-    found = standing_of(read_matrix().rows, AtHand(facts.engine, version.public, *pair, config.fingerprint, runner))
-    summary = MatrixSummary(status=found.status, rows=found.rows, statement=str(found))
-    return summary, [found.finding()] if found.status != "untested" else []
+        return Standing("untested")
+    return standing_of(read_matrix().rows, AtHand(facts.engine, version.public, *pair, config.fingerprint, runner))
 
 
 def _unversioned(facts: EngineFacts, launch: Launch) -> list[Finding]:

@@ -62,10 +62,11 @@ def _positions(f: Facts) -> Iterator[Hit]:
     served = f.setting("max_model_len") or (f.target.max_position_embeddings if f.target else None)
     if f.engine is None or served is None:
         return
-    trained, given = f.draft.get("max_position_embeddings"), f.setting("draft_max_model_len")
-    limits = {f.origins.get("max_position_embeddings", "max_position_embeddings"): trained}
-    limits |= {} if given is None else {f.spelled("draft_max_model_len"): given}
-    for key, most in limits.items():
+    limits = (
+        (f.origins.get("max_position_embeddings", "max_position_embeddings"), f.draft.get("max_position_embeddings")),
+        (f.spelled("draft_max_model_len"), f.setting("draft_max_model_len")),
+    )
+    for key, most in limits:
         if most is not None and served > most:
             yield Hit(key, most, {"served": served, "flag": f.spelled("max_model_len")})
 

@@ -176,8 +176,8 @@ class DFlashPluginsDraftModel(DFlashQwen3ForCausalLM):
         from vllm import __version__ as engine_version
 
         target, draft = self.models
-        print_of_draft = self.draft_config.fingerprint
-        log_standing(logger, AtHand("vllm", engine_version, target, draft, print_of_draft, self.runner_name))
+        here = AtHand("vllm", engine_version, target, draft, self.draft_config.fingerprint, self.runner_name)
+        log_standing(logger, here)
 
     def facts(self) -> str:
         """Method, mode, K, what the block looks like and what was mended, in one line."""

@@ -19,7 +19,7 @@ from dflash_plugins.matrix.rows import MatrixRow, RowModel
 
 _NAMED = 3
 _READ_AT_MOST = 1 << 30
-"""Bytes of tensor files that are hashed to compare them with a row's: half a second."""
+"""Bytes of tensor files that are hashed to compare them with a row's: two seconds on a slow core."""
 
 Status = Literal["tested", "untested", "known-bad"]
 
